@@ -1,0 +1,35 @@
+"""paceline: from a target model and chat data to an EAGLE-3 draft that vLLM and SGLang serve.
+
+One function per verb, each with the options of its model in `paceline.recipe`; loaded when used.
+"""
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Verbs whose module is callable itself, and those that are a function inside a module.
+_MODULES = (
+    "prepare",
+    "extract",
+    "align",
+    "train",
+    "evaluate",
+    "export",
+    "report",
+    "inspect",
+    "doctor",
+    "plan",
+    "run",
+)
+_FUNCTIONS = {"generate": "paceline.prepare.generate"}
+
+__all__ = [*_MODULES, *_FUNCTIONS]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"paceline.{name}")
+    if name in _FUNCTIONS:
+        return importlib.import_module(_FUNCTIONS[name])
+    raise AttributeError(f"module 'paceline' has no attribute {name!r}")

@@ -1,0 +1,261 @@
+"""The life of an artefact folder: who owns it, what made it, whether it is finished.
+
+Every stage writes one folder with a `manifest.json`. The manifest is written twice: when work
+starts (status "running", with the inputs and options, so that a resumed run can be compared with
+it) and when all is done (status "complete", with the result). What lies between is the stage's.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from paceline import fingerprint
+from paceline.contracts import LOCK_NAME, MANIFEST_NAME, SCHEMA_VERSIONS
+from paceline.errors import FingerprintMismatch, LockedError, PacelineError, UsageError
+
+RUNNING = "running"
+COMPLETE = "complete"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `manifest.json` holds.
+
+    inputs: for each input its path and its fingerprint (a string, or a dict of named parts so
+    that a difference can be named). options: those that shape the result. result: the stage's own
+    summary. fingerprint: identifies this folder's content as an input of later stages.
+    """
+
+    stage: str
+    schema: int
+    status: str
+    inputs: dict[str, dict[str, Any]]
+    options: dict[str, Any]
+    versions: dict[str, str]
+    created: str
+    finished: str | None = None
+    result: dict[str, Any] = field(default_factory=dict)
+    fingerprint: str | None = None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON so that the file is, at every instant, the old one or the new one, whole."""
+    write_atomically(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write aside, fsync, rename, fsync the folder."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with aside.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+    fsync_folder(path.parent)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make renames inside a folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def load_manifest(folder: str | Path, stage: str | None = None) -> Manifest:
+    """Read an artefact folder's manifest.
+
+    Raises UsageError where there is none, it is not a manifest, it is of another stage than
+    `stage`, or of a schema version that this paceline does not read.
+    """
+    path = Path(folder) / MANIFEST_NAME
+    if not path.is_file():
+        wanted = f"{stage} folder" if stage else "paceline folder"
+        raise UsageError(f"{folder} is not a {wanted}: it has no {MANIFEST_NAME}")
+    try:
+        manifest = Manifest(**json.loads(path.read_text()))
+    except (json.JSONDecodeError, TypeError) as error:
+        raise UsageError(f"{path} is not a manifest that this paceline reads: {error}") from error
+    if stage and manifest.stage != stage:
+        raise UsageError(f"{folder} was made by `paceline {manifest.stage}`, not by `{stage}`")
+    known = SCHEMA_VERSIONS.get(manifest.stage)
+    if manifest.schema != known:
+        raise UsageError(
+            f"{path} has schema version {manifest.schema}; this paceline reads {known} of "
+            f"`{manifest.stage}`. Use the paceline that made it, or make it anew."
+        )
+    return manifest
+
+
+def load_finished(folder: str | Path, stage: str) -> Manifest:
+    """Like load_manifest, and the folder must be complete."""
+    manifest = load_manifest(folder, stage)
+    if manifest.status != COMPLETE:
+        raise UsageError(
+            f"{folder} is not finished: run `paceline {stage}` with the same options to go on"
+        )
+    return manifest
+
+
+class StageFolder:
+    """An owned artefact folder. `done` is true when a finished run of the same work was found."""
+
+    def __init__(self, path: Path, manifest: Manifest, resumed: bool) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.resumed = resumed
+
+    @property
+    def done(self) -> bool:
+        return self.manifest.status == COMPLETE
+
+    @property
+    def result(self) -> dict[str, Any]:
+        return self.manifest.result
+
+    def finish(self, result: Mapping[str, Any], content: str) -> dict[str, Any]:
+        """Commit the folder: `content` is the fingerprint of what was written. Returns result."""
+        base = asdict(self.manifest)
+        base.update(
+            status=COMPLETE,
+            result=dict(result),
+            finished=_now(),
+            fingerprint=fingerprint.of_json(
+                [base["stage"], base["schema"], base["inputs"], base["options"], content]
+            ),
+        )
+        self.manifest = Manifest(**base)
+        write_json(self.path / MANIFEST_NAME, asdict(self.manifest))
+        return self.manifest.result
+
+
+@contextmanager
+def open_stage(
+    path: str | Path,
+    stage: str,
+    inputs: Mapping[str, Mapping[str, Any]],
+    options: Mapping[str, Any],
+    overwrite: bool = False,
+) -> Iterator[StageFolder]:
+    """Own an artefact folder for the time of the `with` block.
+
+    A folder of the same work is resumed (or is `done`); one of other work is refused with the
+    differences named, unless `overwrite`. Raises LockedError while another process owns it.
+    """
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _lock(folder):
+        wanted = Manifest(
+            stage=stage,
+            schema=SCHEMA_VERSIONS[stage],
+            status=RUNNING,
+            inputs=_plain(inputs),
+            options=_plain(options),
+            versions=fingerprint.package_versions(),
+            created=_now(),
+        )
+        if overwrite:
+            _empty(folder)
+        if (folder / MANIFEST_NAME).is_file():
+            found = load_manifest(folder, stage)
+            _refuse_differences(folder, found, wanted)
+            yield StageFolder(folder, found, resumed=True)
+            return
+        strangers = [p.name for p in folder.iterdir() if not _is_own_scrap(p)]
+        if strangers:
+            raise UsageError(
+                f"{folder} is not empty ({strangers[0]} ...) and has no {MANIFEST_NAME}: "
+                "choose a new folder, or pass overwrite to start over in this one"
+            )
+        write_json(folder / MANIFEST_NAME, asdict(wanted))
+        yield StageFolder(folder, wanted, resumed=False)
+
+
+def describe_input(path: str | Path, manifest: Manifest) -> dict[str, Any]:
+    """An earlier stage's folder as an entry of `inputs`."""
+    if manifest.fingerprint is None:
+        raise UsageError(f"{path} is not finished: finish `paceline {manifest.stage}` first")
+    return {"path": str(path), "fingerprint": manifest.fingerprint}
+
+
+def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Leaf by leaf, where two nested mappings differ; paths of inputs do not count."""
+    lines = []
+    for key in sorted({*found, *wanted}):
+        if key == "path":
+            continue
+        a, b = found.get(key), wanted.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            lines += [f"{key}.{line}" for line in differences(a, b)]
+        elif a != b:
+            lines.append(f"{key}: was {a!r}, now {b!r}")
+    return lines
+
+
+def _refuse_differences(folder: Path, found: Manifest, wanted: Manifest) -> None:
+    lines = differences(found.inputs, wanted.inputs) + differences(found.options, wanted.options)
+    if lines:
+        raise FingerprintMismatch(
+            f"{folder} holds other work than what is asked for now:\n  "
+            + "\n  ".join(lines)
+            + "\nChoose another folder, or pass overwrite (--overwrite) to start over."
+        )
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """An advisory lock that the kernel drops when its process dies, however it dies."""
+    with (folder / LOCK_NAME).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise LockedError(
+                f"{folder} is in use by another run (pid {_owner(file)}): wait for it or stop it"
+            ) from error
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def _owner(file: TextIO) -> str:
+    file.seek(0)
+    return file.read().strip() or "unknown"
+
+
+def _is_own_scrap(path: Path) -> bool:
+    return path.name == LOCK_NAME or (path.name.startswith(".") and path.name.endswith(".tmp"))
+
+
+def _empty(folder: Path) -> None:
+    """Remove what an earlier run of paceline left; refuse to touch a folder that is not ours."""
+    entries = [p for p in folder.iterdir() if p.name != LOCK_NAME]
+    if entries and not (folder / MANIFEST_NAME).is_file():
+        raise PacelineError(
+            f"{folder} has files but no {MANIFEST_NAME}; it is not removed, since paceline did "
+            "not make it. Choose another folder."
+        )
+    # The manifest goes first: from here on nobody takes what is left for an artefact.
+    (folder / MANIFEST_NAME).unlink(missing_ok=True)
+    for entry in entries:
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
+
+
+def _plain(value: Mapping[str, Any]) -> dict[str, Any]:
+    """As JSON would give it back: tuples become lists, so that found and wanted compare equal."""
+    return json.loads(json.dumps(value))
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,76 @@
+"""Every error that paceline raises on purpose. Raised low, turned into an exit code once, by `cli/`.
+
+A message says what was wrong, where (file, row, sample id, layer) and what to do next.
+"""
+
+
+class PacelineError(Exception):
+    """The work failed or a check failed; what was already published is untouched."""
+
+    exit_code = 1
+
+
+class UsageError(PacelineError):
+    """The request itself is wrong: an unknown option, options that exclude each other, a missing file."""
+
+    exit_code = 2
+
+
+class DataError(PacelineError):
+    """Conversations or token data cannot be used as they are."""
+
+
+class TargetError(PacelineError):
+    """The target model cannot be found, loaded or understood."""
+
+
+class LayerError(TargetError):
+    """Layer ids that the target does not have, or that a convention cannot say."""
+
+
+class EngineError(PacelineError):
+    """An inference engine failed, or gave something that its contract forbids."""
+
+
+class CaptureMismatch(EngineError):
+    """Captured rows do not belong to the sample that they were captured for."""
+
+
+class ProbeFailure(EngineError):
+    """The probe found that the engine's hidden states are wrong; nothing was stored."""
+
+
+class StoreError(PacelineError):
+    """A store of hidden states cannot be written or read."""
+
+
+class StoreCorruption(StoreError):
+    """A shard, an index or a manifest does not hold what its checksums say."""
+
+
+class DiskFullError(StoreError):
+    """The disk is, or would be, full; nothing published was lost."""
+
+
+class LockedError(PacelineError):
+    """Another run owns the folder."""
+
+
+class FingerprintMismatch(PacelineError):
+    """A folder was made from other inputs or with other options than those asked for now."""
+
+
+class VocabularyError(PacelineError):
+    """A draft vocabulary that is impossible or does not fit its target."""
+
+
+class TrainingError(PacelineError):
+    """Training cannot go on: no supervised rows, a loss that is not finite, a broken checkpoint."""
+
+
+class EvaluationError(PacelineError):
+    """An acceptance length cannot be measured on what was given."""
+
+
+class ExportError(PacelineError):
+    """The draft cannot be written for, or read from, the asked-for server."""

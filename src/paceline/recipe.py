@@ -1,0 +1,365 @@
+"""All options of all stages: types, defaults and documentation, in this one place.
+
+The command line and the Python functions are both made from these models; a recipe is one YAML
+file of them. An option marked `identity=False` may change between two runs of the same work: it
+decides how fast or where, never what.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from paceline.errors import UsageError
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+def opt(default: Any, doc: str, *, identity: bool = True, **constraints: Any) -> Any:
+    """A field with its documentation; `identity=False` keeps it out of what names the work."""
+    return Field(default, description=doc, json_schema_extra={"identity": identity}, **constraints)
+
+
+class Options(BaseModel):
+    """Base of all option groups: unknown names are errors, documentation is on the field."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True, use_attribute_docstrings=True)
+
+    def identity(self) -> dict[str, Any]:
+        """The options that shape the result, as JSON can say them."""
+        shaping = {
+            name
+            for name, info in type(self).model_fields.items()
+            if (info.json_schema_extra or {}).get("identity", True)
+        }
+        return self.model_dump(mode="json", include=shaping)
+
+
+class StageOptions(Options):
+    """What every stage has."""
+
+    out: str = opt(
+        "", "Folder to write; in a recipe, the stage's name inside `run_dir`.", identity=False
+    )
+    overwrite: bool = opt(False, "Start over where the folder holds other work.", identity=False)
+
+
+class TargetOptions(Options):
+    """Which target model."""
+
+    target: str | None = opt(
+        None,
+        "Local folder, Hugging Face id, or `pkg:PACKAGE/FILE.gguf` inside an installed package. "
+        "Left out after `prepare`: the one that made the inputs.",
+        identity=False,
+    )
+    revision: str | None = opt(None, "Revision of a Hugging Face id.", identity=False)
+    trust_remote_code: bool = opt(
+        False, "Run the code that the target's repository brings along.", identity=False
+    )
+
+
+class PrepareOptions(StageOptions, TargetOptions):
+    """`prepare`: conversations to a token data set with an exact loss mask."""
+
+    data: list[str] = opt(
+        [],
+        "Files of conversations: .jsonl, .json, .parquet, each also .gz; with `messages`, "
+        "`conversations`, `input_ids` + `loss_mask` or `prompt_ids` + `response_ids`.",
+        identity=False,
+    )
+    chat_template: str | None = opt(
+        None, "File with a Jinja chat template, in place of the tokenizer's own."
+    )
+    chat_template_kwargs: dict[str, Any] = opt(
+        {}, "Variables for the chat template, such as `enable_thinking: false`; recorded."
+    )
+    max_length: int = opt(4096, "Longest sample in tokens; longer ones are cut.", ge=4)
+    heldout_share: Share = opt(0.05, "Share of the conversations kept for evaluation, by hash.")
+    split: Literal["auto", "train", "heldout"] = opt(
+        "auto", "`auto`: by `heldout_share`; else all rows go to this split."
+    )
+    limit: int | None = opt(None, "Use only the first N rows of the data.", ge=1)
+    source_weights: dict[str, float] = opt(
+        {}, "Share of the rows to keep of each source (0 to 1); sources not named are kept whole."
+    )
+    deduplicate: bool = opt(True, "Drop conversations whose content was seen before.")
+    strict: bool = opt(False, "Any row that cannot be used makes the run fail.", identity=False)
+    max_skipped_share: Share = opt(
+        0.5, "Fail when more than this share of the rows had to be skipped.", identity=False
+    )
+    num_workers: int | None = opt(
+        None, "Threads of the tokenizer; None: all cores.", identity=False, ge=1
+    )
+
+
+class GenerateOptions(StageOptions, TargetOptions):
+    """`generate`: on-policy answers by the target itself, exact token ids kept."""
+
+    data: list[str] = opt(
+        [], "Files of conversations or prompts (`messages`, `turns` or `prompt`).", identity=False
+    )
+    engine: Literal["transformers", "vllm", "openai"] = opt("transformers", "What runs the target.")
+    server: str | None = opt(None, "Base URL of the server of engine `openai`.", identity=False)
+    api_key: str | None = opt(
+        None, "Key for the server; None: the environment's OPENAI_API_KEY.", identity=False
+    )
+    served_model: str | None = opt(None, "Model name at the server; None: the only one it has.")
+    self_prompt: int = opt(0, "Let the target write this many user turns of its own first.", ge=0)
+    max_new_tokens: int = opt(256, "Longest answer in tokens.", ge=1)
+    record_past_end: int = opt(
+        0,
+        "Tokens recorded past each answer's end, end of turn ignored; exact evaluation of a "
+        "chain of K needs K of them.",
+        ge=0,
+    )
+    temperature: float = opt(0.0, "0: greedy; above: sampled.", ge=0.0)
+    top_p: float = opt(1.0, "Nucleus of sampled answers.", gt=0.0, le=1.0)
+    seed: int = opt(0, "Seed of sampled answers.")
+    chat_template: str | None = opt(None, "File with a Jinja chat template.")
+    chat_template_kwargs: dict[str, Any] = opt({}, "Variables for the chat template; recorded.")
+    limit: int | None = opt(None, "Use only the first N rows of the data.", ge=1)
+    dtype: Dtype = opt("auto", "Dtype of the target's weights while generating.")
+    device: str = opt("auto", "Device of engine `transformers`.", identity=False)
+    batch_size: int = opt(
+        16, "Conversations in one batch of engine `transformers`.", identity=False, ge=1
+    )
+    concurrency: int = opt(32, "Requests at a time of engine `openai`.", identity=False, ge=1)
+    max_retries: int = opt(
+        6, "Tries again per request after 429, 5xx and time-outs.", identity=False, ge=0
+    )
+    request_timeout_s: float = opt(
+        600.0, "Longest wait for one answer, seconds.", identity=False, gt=0
+    )
+    engine_options: dict[str, Any] = opt(
+        {}, "Further arguments of the engine's constructor (vLLM's own names).", identity=False
+    )
+
+
+class ExtractOptions(StageOptions, TargetOptions):
+    """`extract`: verified hidden states of chosen layers into a store."""
+
+    data: str = opt("", "Folder that `prepare` wrote.", identity=False)
+    layers: list[int] | None = opt(
+        None,
+        "Auxiliary hidden-state indices k (k = 0: embedding output, k = n: last layer before the "
+        "final norm); None: 2, n // 2, n - 3.",
+    )
+    layer_convention: Literal["hidden_state_index", "layer_output"] = opt(
+        "hidden_state_index",
+        "What `layers` counts: k itself, or X of 'output of layer X' (k = X + 1).",
+    )
+    engine: Literal["transformers", "vllm"] = opt("transformers", "What runs the target.")
+    dtype: Dtype = opt(
+        "auto", "Dtype of weights and states; auto: the target's on GPUs, the faster on a CPU."
+    )
+    codec: Literal["raw", "lossless", "int8", "fp8"] = opt("raw", "How states are stored.")
+    device: str = opt("auto", "Device of engine `transformers`.", identity=False)
+    max_batch_tokens: int = opt(
+        2048, "Tokens in one forward pass, padding included.", identity=False, ge=1
+    )
+    shard_bytes: int = opt(1 << 30, "Size at which a shard is closed, bytes.", identity=False, ge=1)
+    probe_samples: int = opt(4, "Samples that the probe runs before bulk work.", ge=1)
+    waive_reference: bool = opt(
+        False,
+        "Do without the probe's comparison with a plain transformers forward (a target too "
+        "large for it); the manifest says so.",
+    )
+    max_quarantined_share: Share = opt(
+        0.01, "Stop when more than this share of the samples is bad.", identity=False
+    )
+    engine_options: dict[str, Any] = opt(
+        {}, "Further arguments of the engine's constructor (vLLM's own names).", identity=False
+    )
+
+
+class AlignOptions(StageOptions, TargetOptions):
+    """`align`: the draft vocabulary from the supervised tokens."""
+
+    data: str = opt("", "Folder that `prepare` wrote.", identity=False)
+    draft_vocab_size: int = opt(32000, "Tokens that the draft can say.", ge=1)
+
+
+class DraftOptions(Options):
+    """The shape of the draft; None: taken from the target."""
+
+    num_layers: int = opt(1, "Decoder layers.", ge=1)
+    hidden_size: int | None = opt(None, "Hidden width of the draft.", ge=1)
+    intermediate_size: int | None = opt(None, "Width of its MLP.", ge=1)
+    num_attention_heads: int | None = opt(None, "Query heads.", ge=1)
+    num_key_value_heads: int | None = opt(None, "Key and value heads.", ge=1)
+    head_dim: int | None = opt(None, "Width of a head.", ge=1)
+    qk_norm: bool = opt(False, "Norms on queries and keys (Qwen3 style).")
+    aux_norm: Literal["rms", "static", "none"] = opt(
+        "rms",
+        "Norm of each auxiliary state before `fc`: a trained RMSNorm (vLLM >= 0.22), a "
+        "fixed scale folded into `fc` at export (any server), or none.",
+    )
+    norm_output: bool = opt(False, "Feed the normed state to the next step (EAGLE-3.1).")
+    init: Literal["target", "random"] = opt(
+        "target", "Starting values: the target's last layer and head rows, or random."
+    )
+
+
+class TrainOptions(StageOptions, TargetOptions):
+    """`train`: an EAGLE-3 draft from a store and a draft vocabulary."""
+
+    store: str = opt("", "Folder that `extract` wrote.", identity=False)
+    vocab: str = opt("", "Folder that `align` wrote.", identity=False)
+    draft: DraftOptions = Field(default_factory=DraftOptions, description="Shape of the draft.")
+    ttt_steps: int = opt(3, "Training-time-test steps.", ge=1)
+    ttt_warmup: float = opt(
+        0.0, "Share of the run trained with one TTT step only, before all of them.", ge=0, le=1
+    )
+    step_decay: float = opt(0.8, "Weight of TTT step j is this to the power j.", gt=0, le=1)
+    epochs: float = opt(1.0, "Passes over the supervised rows.", gt=0)
+    max_steps: int | None = opt(None, "Optimiser steps; takes the place of `epochs`.", ge=1)
+    batch_rows: int = opt(
+        1024, "Supervised rows in one optimiser step, over all ranks and accumulation.", ge=1
+    )
+    micro_batch_tokens: int = opt(
+        16384, "Most tokens in one forward pass; more are accumulated.", identity=False, ge=1
+    )
+    learning_rate: float = opt(4e-3, "Peak learning rate.", gt=0)
+    warmup_steps: int = opt(20, "Optimiser steps of linear warm-up.", ge=0)
+    schedule: Literal["cosine", "linear", "constant"] = opt("cosine", "Decay after the warm-up.")
+    min_lr_ratio: float = opt(0.03, "Learning rate at the end as a share of the peak.", ge=0, le=1)
+    betas: tuple[float, float] = opt((0.9, 0.95), "AdamW betas.")
+    weight_decay: float = opt(0.0, "AdamW weight decay.", ge=0)
+    max_grad_norm: float = opt(1.0, "Gradients are clipped to this norm.", gt=0)
+    seed: int = opt(0, "Seed of weights and data order.")
+    dtype: Dtype = opt("auto", "Dtype of the arithmetic; weights are kept in float32.")
+    device: str = opt("auto", "Device.", identity=False)
+    logit_chunk: int = opt(
+        1024, "Teacher positions whose logits are in memory at a time.", identity=False, ge=1
+    )
+    log_every: int = opt(10, "Optimiser steps between log records.", identity=False, ge=1)
+    checkpoint_every: int = opt(200, "Optimiser steps between checkpoints.", identity=False, ge=1)
+    eval_every: int | None = opt(
+        None,
+        "Optimiser steps between held-out losses; None: at the end only.",
+        identity=False,
+        ge=1,
+    )
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = opt(
+        [], "Where log records go besides `log.jsonl`.", identity=False
+    )
+
+
+class EvaluateOptions(StageOptions, TargetOptions):
+    """`evaluate`: acceptance length, server-free or in real decoding."""
+
+    draft: str = opt("", "Folder that `train` wrote.", identity=False)
+    store: str = opt("", "Store whose answers are walked (mode chain).", identity=False)
+    data: str = opt("", "Token data set whose prompts are decoded (mode decode).", identity=False)
+    mode: Literal["chain", "decode", "served"] = opt(
+        "chain",
+        "chain: exact, server-free; decode: real lossless speculative decoding with "
+        "transformers; served: through vLLM.",
+    )
+    split: Literal["heldout", "train"] = opt("heldout", "Which samples.")
+    num_draft_tokens: list[int] = opt([1, 3, 5, 7], "Chain lengths K.")
+    limit: int | None = opt(None, "Only the first N samples.", ge=1)
+    max_new_tokens: int = opt(128, "Longest answer of mode decode, tokens.", ge=1)
+    baselines: bool = opt(True, "Also walk a bigram table and prompt lookup.")
+    bootstrap: int = opt(2000, "Resamples of the 95% interval over conversations.", ge=100)
+    seed: int = opt(0, "Seed of the bootstrap.")
+    dtype: Dtype = opt("auto", "Dtype of the draft (and of the target in mode decode).")
+    device: str = opt("auto", "Device.", identity=False)
+
+    @model_validator(mode="after")
+    def _chain_lengths(self) -> Self:
+        if not self.num_draft_tokens or min(self.num_draft_tokens) < 1:
+            raise ValueError("num_draft_tokens: give chain lengths of 1 or more")
+        return self
+
+
+class ExportOptions(StageOptions, TargetOptions):
+    """`export`: a checkpoint that a server loads, re-loaded and compared."""
+
+    draft: str = opt("", "Folder that `train` wrote.", identity=False)
+    server: list[Literal["vllm", "speculators", "sglang"]] = opt(
+        ["vllm"], "Forms to write, each in a folder of its own."
+    )
+    num_speculative_tokens: int = opt(3, "Chain length in the printed serving command.", ge=1)
+    dtype: Dtype = opt("auto", "Dtype of the exported weights; auto: the target's.")
+
+
+class ReportOptions(StageOptions):
+    """`report`: one self-contained HTML page about a run."""
+
+    run_dir: str = opt("", "Folder that holds the stages' folders.", identity=False)
+    title: str | None = opt(None, "Title of the page; None: the folder's name.")
+
+
+STAGES = ("prepare", "generate", "extract", "align", "train", "evaluate", "export", "report")
+
+
+class Recipe(Options):
+    """`run`: a whole line in one file. Each stage's inputs are the folders before it."""
+
+    run_dir: str = opt("runs/default", "Folder of all stages' folders.")
+    target: str = opt("", "The target; see `paceline prepare --help`.")
+    revision: str | None = opt(None, "Revision of a Hugging Face id.")
+    trust_remote_code: bool = opt(False, "Run the code that the target's repository brings along.")
+    prepare: PrepareOptions = Field(default_factory=PrepareOptions)
+    generate: GenerateOptions | None = Field(None, description="Left out: data are on-policy.")
+    extract: ExtractOptions = Field(default_factory=ExtractOptions)
+    align: AlignOptions = Field(default_factory=AlignOptions)
+    train: TrainOptions = Field(default_factory=TrainOptions)
+    evaluate: EvaluateOptions = Field(default_factory=EvaluateOptions)
+    export: ExportOptions = Field(default_factory=ExportOptions)
+    report: ReportOptions = Field(default_factory=ReportOptions)
+
+
+def build(model: type[Options], values: dict[str, Any], where: str = "options") -> Any:
+    """Validate options; all problems are told in one UsageError, by name."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        lines = [
+            f"  {'.'.join(map(str, e['loc'])) or model.__name__}: {e['msg']}"
+            for e in error.errors()
+        ]
+        raise UsageError(f"{where}:\n" + "\n".join(lines)) from error
+
+
+def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
+    """Read a YAML recipe and apply dotted overrides such as `train.learning_rate=1e-3`.
+
+    Raises UsageError that names the file, or the override, and every problem in it.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UsageError(f"{path}: no such recipe")
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path} is not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"{path}: a recipe is a mapping of option names")
+    for override in overrides:
+        _apply(values, override)
+    return build(Recipe, values, where=str(path))
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    if not equals or not name:
+        raise UsageError(f"override {override!r}: write NAME.NAME=VALUE")
+    *groups, leaf = name.split(".")
+    for group in groups:
+        values = values.setdefault(group, {})
+        if not isinstance(values, dict):
+            raise UsageError(f"override {override!r}: {group} is not a group of options")
+    values[leaf] = _parse_scalar(text)
+
+
+def _parse_scalar(text: str) -> Any:
+    # YAML 1.1 reads 1e-3 as a string; people mean the number.
+    try:
+        return float(text) if "e" in text.lower() and "." not in text else yaml.safe_load(text)
+    except ValueError:
+        return yaml.safe_load(text)

@@ -1,0 +1,164 @@
+"""The target with its weights: the whole model, its decoder layers, or its norm and head alone."""
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from paceline.errors import TargetError
+from paceline.target.spec import Target
+
+# What decoders call the norm that stands between the last layer and the head.
+_FINAL_NORM_NAMES = (
+    "norm",
+    "final_layernorm",
+    "final_layer_norm",
+    "ln_f",
+    "norm_f",
+    "final_norm",
+    "embedding_norm",
+)
+
+
+def load_model(target: Target, dtype: torch.dtype, device: str | torch.device) -> PreTrainedModel:
+    """The whole target through transformers, in eval mode, without gradients."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            target.folder, dtype=dtype, trust_remote_code=target.reference.trust_remote_code
+        )
+    except (ValueError, OSError, ImportError) as error:
+        raise TargetError(f"{target.folder}: transformers cannot load it: {error}") from error
+    return model.to(device).eval().requires_grad_(False)
+
+
+def decoder_of(model: nn.Module, num_layers: int) -> nn.Module:
+    """The module that holds the token embedding and the decoder layers side by side.
+
+    Wrapped models have towers with layer lists of their own; only the decoder has the embedding.
+    """
+    embedding = model.get_input_embeddings()
+    for module in model.modules():
+        children = list(module.children())
+        if any(child is embedding for child in children) and any(
+            isinstance(child, nn.ModuleList) and len(child) == num_layers for child in children
+        ):
+            return module
+    raise TargetError(
+        f"{type(model).__name__}: no module holds the embedding and {num_layers} decoder layers"
+    )
+
+
+def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
+    """The decoder layers in order."""
+    return next(
+        child
+        for child in decoder_of(model, num_layers).children()
+        if isinstance(child, nn.ModuleList) and len(child) == num_layers
+    )
+
+
+def final_norm_of(model: nn.Module, num_layers: int) -> nn.Module:
+    """The norm between the last layer and the head."""
+    decoder = decoder_of(model, num_layers)
+    for name in _FINAL_NORM_NAMES:
+        if isinstance(norm := getattr(decoder, name, None), nn.Module):
+            return norm
+    raise TargetError(f"{type(decoder).__name__} has no final norm that paceline knows")
+
+
+class _NormOnly(nn.Module):
+    """Stands in for the decoder inside the target's own forward: hidden states in, normed out."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, inputs_embeds: torch.Tensor, **_: object) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(inputs_embeds))
+
+
+class TeacherHead(nn.Module):
+    """Logits from the last hidden state (k = n, before the norm), exactly as the target does it.
+
+    The target's own forward runs with its decoder replaced by its final norm, so that gain
+    conventions, scaling, biases and soft-capping are the target's own code. `rows`: the ids whose
+    logits are wanted (a draft vocabulary), None for all. Only the norm and the head are loaded.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        dtype: torch.dtype,
+        device: str | torch.device = "cpu",
+        rows: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            shell = AutoModelForCausalLM.from_config(
+                target.config, trust_remote_code=target.reference.trust_remote_code
+            )
+        norm = final_norm_of(shell, target.num_layers)
+        head = shell.get_output_embeddings()
+        names = {id(module): name for name, module in shell.named_modules()}
+        tied = bool(getattr(target.text_config, "tie_word_embeddings", False))
+        embedding_name = names[id(shell.get_input_embeddings())]
+        _materialise(norm, names[id(norm)], target, dtype)
+        _materialise(head, embedding_name if tied else names[id(head)], target, dtype, rows)
+        _replace(shell, names[id(_outermost_base(shell))], _NormOnly(norm))
+        self.head = head
+        self.model = shell.to(device).eval().requires_grad_(False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Head rows [W or V, D]."""
+        return self.head.weight
+
+    @torch.no_grad()
+    def forward(self, last_MD: torch.Tensor) -> torch.Tensor:
+        """last [M, D] -> logits [M, W or V] in the head's dtype."""
+        states = last_MD.to(self.weight.dtype)
+        return self.model(inputs_embeds=states[None], use_cache=False).logits[0]
+
+
+def load_embedding(target: Target, dtype: torch.dtype) -> torch.Tensor:
+    """The target's token embedding [V, D], unscaled as stored: what servers share with a draft."""
+    with torch.device("meta"):
+        shell = AutoModelForCausalLM.from_config(
+            target.config, trust_remote_code=target.reference.trust_remote_code
+        )
+    names = {id(module): name for name, module in shell.named_modules()}
+    return target.weights.load(names[id(shell.get_input_embeddings())] + ".weight").to(dtype)
+
+
+def _outermost_base(shell: PreTrainedModel) -> nn.Module:
+    base = getattr(shell, shell.base_model_prefix, None)
+    if not isinstance(base, nn.Module):
+        raise TargetError(f"{type(shell).__name__} has no base model to set aside")
+    return base
+
+
+def _materialise(
+    module: nn.Module,
+    name: str,
+    target: Target,
+    dtype: torch.dtype,
+    rows: torch.Tensor | None = None,
+) -> None:
+    for key in list(dict(module.named_parameters(recurse=False))):
+        tensor = target.weights.load(f"{name}.{key}").to(dtype)
+        tensor = tensor if rows is None else tensor[rows]
+        setattr(module, key, nn.Parameter(tensor.contiguous(), requires_grad=False))
+
+
+def _replace(root: nn.Module, name: str, module: nn.Module) -> None:
+    *parents, leaf = name.split(".")
+    setattr(root.get_submodule(".".join(parents)), leaf, module)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """'float32' -> torch.float32."""
+    return getattr(torch, name)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

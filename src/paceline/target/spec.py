@@ -1,0 +1,144 @@
+"""The target without its weights: shape, tokenizer, end-of-turn ids, fingerprints."""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+
+from paceline import fingerprint
+from paceline.errors import TargetError
+from paceline.recipe import TargetOptions
+from paceline.target.resolve import resolve
+from paceline.target.weights import Weights
+
+
+@dataclass(frozen=True)
+class TargetReference:
+    """What a manifest keeps of a target, so that later stages need not be told again."""
+
+    target: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+
+class Target:
+    """A target model on disk. Nothing heavy is loaded until asked for."""
+
+    def __init__(self, reference: TargetReference) -> None:
+        self.reference = reference
+        self.folder: Path = resolve(reference.target, reference.revision)
+
+    @cached_property
+    def config(self) -> PretrainedConfig:
+        try:
+            return AutoConfig.from_pretrained(
+                self.folder, trust_remote_code=self.reference.trust_remote_code
+            )
+        except (ValueError, OSError, KeyError) as error:
+            raise TargetError(f"{self.folder}: config.json cannot be used: {error}") from error
+
+    @cached_property
+    def text_config(self) -> PretrainedConfig:
+        """The language model's own config; that of a wrapped (multimodal) model's text part."""
+        return self.config.get_text_config()
+
+    @property
+    def num_layers(self) -> int:
+        return self._dimension("num_hidden_layers")
+
+    @property
+    def hidden_size(self) -> int:
+        return self._dimension("hidden_size")
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits; padding ids of the embedding included."""
+        return self._dimension("vocab_size")
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        try:
+            return AutoTokenizer.from_pretrained(
+                self.folder, trust_remote_code=self.reference.trust_remote_code
+            )
+        except (ValueError, OSError, KeyError) as error:
+            raise TargetError(f"{self.folder}: tokenizer cannot be loaded: {error}") from error
+
+    @cached_property
+    def num_real_tokens(self) -> int:
+        """How many ids the tokenizer can say (highest id + 1); never above the logit width."""
+        return min(max(self.tokenizer.get_vocab().values()) + 1, self.vocab_size)
+
+    @cached_property
+    def end_of_turn_ids(self) -> tuple[int, ...]:
+        """Ids that end the target's turn: of the generation config, the config, the tokenizer."""
+        found: set[int] = set()
+        for value in (
+            self._generation_config().get("eos_token_id"),
+            getattr(self.text_config, "eos_token_id", None),
+            self.tokenizer.eos_token_id,
+        ):
+            found.update(value if isinstance(value, list | tuple) else [value])
+        return tuple(sorted(i for i in found if i is not None and i < self.vocab_size))
+
+    @cached_property
+    def weights(self) -> Weights:
+        return Weights(self.folder)
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """Named parts, so that a mismatch can say which part differs."""
+        config = {
+            key: value
+            for key, value in json.loads((self.folder / "config.json").read_text()).items()
+            if key not in ("transformers_version", "_name_or_path")
+        }
+        tokenizer_files = [
+            p
+            for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+            if (p := self.folder / name).is_file()
+        ]
+        return {
+            "config": fingerprint.of_json(config),
+            "weights": self.weights.fingerprint(),
+            "tokenizer": fingerprint.of_files(tokenizer_files),
+        }
+
+    def describe_input(self) -> dict[str, Any]:
+        """The target as an entry of a manifest's `inputs`."""
+        return {"path": self.reference.target, "fingerprint": self.fingerprints}
+
+    def native_dtype(self) -> torch.dtype:
+        """The dtype that the checkpoint is meant to run in."""
+        dtype = getattr(self.config, "dtype", None) or getattr(self.text_config, "dtype", None)
+        if isinstance(dtype, str):
+            dtype = getattr(torch, dtype)
+        return dtype or torch.float32
+
+    def _generation_config(self) -> dict[str, Any]:
+        path = self.folder / "generation_config.json"
+        return json.loads(path.read_text()) if path.is_file() else {}
+
+    def _dimension(self, name: str) -> int:
+        value = getattr(self.text_config, name, None)
+        if not isinstance(value, int):
+            raise TargetError(
+                f"{self.folder}: config.json says no {name} (looked in the text config too)"
+            )
+        return value
+
+
+def open_target(options: TargetOptions, recorded: dict[str, Any] | None = None) -> Target:
+    """The target that the options name, else the one that an input's manifest recorded.
+
+    `recorded`: a manifest's result["target"] (a TargetReference as a dict).
+    """
+    if options.target:
+        return Target(TargetReference(options.target, options.revision, options.trust_remote_code))
+    if recorded is None:
+        raise TargetError("no target given: pass `target` (a folder, a Hub id or pkg:PACKAGE/FILE)")
+    return Target(TargetReference(**recorded))

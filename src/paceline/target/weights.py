@@ -1,0 +1,88 @@
+"""Single tensors out of a checkpoint, without loading the model."""
+
+import json
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from paceline import fingerprint
+from paceline.errors import TargetError
+
+
+class Weights:
+    """The weight files of a Hugging Face folder: names, files, single tensors.
+
+    safetensors, whole or sharded; `.bin` files are read with `weights_only=True`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @cached_property
+    def files(self) -> list[Path]:
+        files = sorted(self.folder.glob("*.safetensors")) or sorted(self.folder.glob("*.bin"))
+        if not files:
+            raise TargetError(f"{self.folder} has no weight files (*.safetensors or *.bin)")
+        return files
+
+    @cached_property
+    def _file_of(self) -> dict[str, Path]:
+        for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+            if (self.folder / name).is_file():
+                index = json.loads((self.folder / name).read_text())["weight_map"]
+                return {key: self.folder / file for key, file in index.items()}
+        return {key: file for file in self.files for key in self._keys(file)}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def find(self, name: str) -> str:
+        """The checkpoint's own name of a parameter: exact, else the one name with the same end.
+
+        Wrapped models store `language_model.model.norm.weight` for what the model class calls
+        `model.language_model.norm.weight`; the tail is what both share. Raises TargetError.
+        """
+        if name in self:
+            return name
+        parts = name.split(".")
+        tail = ".".join(parts[-2:])
+        found = [
+            key
+            for key in self._file_of
+            if (key == tail or key.endswith("." + tail)) and not _is_inside_layer_or_tower(key)
+        ]
+        if len(found) != 1:
+            raise TargetError(
+                f"{self.folder}: cannot tell which tensor is {name!r}; candidates: {found or 'none'}"
+            )
+        return found[0]
+
+    def load(self, name: str) -> torch.Tensor:
+        """One tensor, on the CPU, in its stored dtype."""
+        key = self.find(name)
+        path = self._file_of[key]
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                return file.get_tensor(key)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)[key]
+
+    def fingerprint(self) -> str:
+        return fingerprint.of_files(self.files)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.files)
+
+    @staticmethod
+    def _keys(file: Path) -> list[str]:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as opened:
+                return list(opened.keys())
+        return list(torch.load(file, map_location="meta", weights_only=True, mmap=True))
+
+
+def _is_inside_layer_or_tower(key: str) -> bool:
+    towers = ("vision", "visual", "audio", "mm_projector", "image", "mtp")
+    return ".layers." in key or ".h." in key or any(tower in key for tower in towers)
