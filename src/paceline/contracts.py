@@ -55,6 +55,7 @@ class TokenSample:
     split: str = TRAIN_SPLIT
     conversation_id: str = ""
     num_past_end: int = 0
+    finished: bool | None = None  # False: the last answer was cut by a length limit; None: unknown
 
     def __post_init__(self) -> None:
         if self.input_ids.dtype != TOKEN_DTYPE or self.input_ids.ndim != 1:
@@ -110,6 +111,7 @@ class SampleRecord:
     num_past_end: int
     shard: int
     position: int  # the sample's number within its shard
+    conversation_id: str = ""
 
 
 @dataclass

@@ -1,0 +1,16 @@
+"""The store of hidden states: shards that appear whole or not at all, and what reads them."""
+
+from paceline.store.packing import iterate_packed
+from paceline.store.reader import Store, StoredSample, content_fingerprint, published_ids
+from paceline.store.spec import StoreSpec
+from paceline.store.writer import ShardWriter
+
+__all__ = [
+    "ShardWriter",
+    "Store",
+    "StoreSpec",
+    "StoredSample",
+    "content_fingerprint",
+    "iterate_packed",
+    "published_ids",
+]

@@ -1,0 +1,144 @@
+"""How bytes reach a disk: claim a name, write aside, fsync, rename, fsync the folder.
+
+A shard is written under a name that starts with a dot, `.NNNNN.part`, and is renamed to its final
+name when whole. The aside file is also the claim on the number: it is made exclusively, and from
+then on either it or the final file exists. Its writer holds a lock on it that dies with the
+process, so that leftovers of dead runs can be told from files in work.
+"""
+
+import errno
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from paceline.artefact import fsync_folder
+from paceline.errors import DiskFullError, StoreError
+
+SHARDS_FOLDER = "shards"
+_FINAL = re.compile(r"^(\d{5,})\.safetensors$")
+_ASIDE = re.compile(r"^\.(\d{5,})\.part$")
+# One write call moves at most about 2 GiB on Linux.
+_WRITE_BYTES = 1 << 30
+
+
+def shard_path(folder: Path, number: int) -> Path:
+    return folder / SHARDS_FOLDER / f"{number:05d}.safetensors"
+
+
+def aside_path(folder: Path, number: int) -> Path:
+    return folder / SHARDS_FOLDER / f".{number:05d}.part"
+
+
+def shard_numbers(folder: Path) -> list[int]:
+    """Numbers of the published shards, ascending."""
+    return _numbers(folder, _FINAL)
+
+
+def _numbers(folder: Path, pattern: re.Pattern[str]) -> list[int]:
+    try:
+        names = os.listdir(folder / SHARDS_FOLDER)
+    except FileNotFoundError:
+        return []
+    return sorted(int(match[1]) for name in names if (match := pattern.match(name)))
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turns a failing file system into a StoreError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise DiskFullError(
+                f"{path}: no space left ({error.strerror}). All published shards are kept; make "
+                "room (or set a smaller shard_bytes) and run the same command again."
+            ) from error
+        raise StoreError(
+            f"{path}: the file system refused ({error.strerror}). All published shards are kept; "
+            "run the same command again."
+        ) from error
+
+
+class AsideFile:
+    """A shard in work: owned by this writer, invisible to readers until `publish`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._make_folder()
+        with disk_errors(folder / SHARDS_FOLDER):
+            self.number, self._descriptor = _claim(folder)
+        self.path = aside_path(folder, self.number)
+
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        """Write all of `data` at a byte offset."""
+        view = memoryview(data)
+        with disk_errors(self.path):
+            while view:
+                done = os.pwrite(self._descriptor, view[:_WRITE_BYTES], offset)
+                view, offset = view[done:], offset + done
+
+    def publish(self) -> Path:
+        """Make the file durable, then visible, then make its name durable."""
+        final = shard_path(self.folder, self.number)
+        with disk_errors(self.path):
+            os.fsync(self._descriptor)
+            os.rename(self.path, final)
+            fsync_folder(final.parent)
+            os.close(self._descriptor)
+        return final
+
+    def discard(self) -> None:
+        """Give the file up; nothing of it was ever visible."""
+        with suppress(FileNotFoundError):
+            os.unlink(self.path)
+        os.close(self._descriptor)
+
+    def _make_folder(self) -> None:
+        shards = self.folder / SHARDS_FOLDER
+        if not shards.is_dir():
+            with disk_errors(shards):
+                os.makedirs(shards, exist_ok=True)
+                fsync_folder(self.folder)
+
+
+def _claim(folder: Path) -> tuple[int, int]:
+    """The lowest number above all that are taken, and a descriptor of its new aside file."""
+    number = max([-1, *_numbers(folder, _FINAL), *_numbers(folder, _ASIDE)]) + 1
+    while True:
+        path = aside_path(folder, number)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            number += 1
+            continue
+        # Another worker may have published this number between the listing and the claim.
+        if shard_path(folder, number).exists():
+            os.unlink(path)
+            os.close(descriptor)
+            number += 1
+            continue
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        return number, descriptor
+
+
+def remove_leftovers(folder: Path) -> int:
+    """Remove aside files whose writer is dead. Returns how many there were."""
+    removed = 0
+    for number in _numbers(folder, _ASIDE):
+        path = aside_path(folder, number)
+        try:
+            descriptor = os.open(path, os.O_RDWR)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
+            removed += 1
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(descriptor)
+    return removed

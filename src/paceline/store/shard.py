@@ -1,0 +1,220 @@
+"""The bytes of one shard: a plain safetensors file of many samples. docs/formats.md specifies it.
+
+Legend: S samples, N tokens, R auxiliary rows, M supervised tokens, A auxiliary layers,
+D target hidden width.
+"""
+
+import json
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.errors import StoreCorruption
+from paceline.store import checksum
+from paceline.store.spec import StoreSpec
+
+FORMAT = "paceline-store"
+VERSION = 1
+# The header is written last but stands first, so room is kept for it; a multiple of the page size
+# puts the largest tensor on a page border.
+HEADER_BYTES = 8192
+_LENGTH = struct.Struct("<Q")
+_ZERO_DIGEST = "0" * (2 * checksum.DIGEST_BYTES)
+_HEADER_KEY = "header_checksum"
+# Far above any real header: a damaged length must not make us read gigabytes.
+_MAX_HEADER_BYTES = 1 << 20
+
+TORCH_OF = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+}
+NAME_OF = {dtype: name for name, dtype in TORCH_OF.items()}
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where a tensor lies: `start` and `end` count from the first byte after the header."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without a copy."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def build_header(
+    entries: list[TensorEntry], spec: StoreSpec, checksums: dict[str, str], num_samples: int
+) -> bytes:
+    """Length and header of a shard, HEADER_BYTES in all, its own checksum filled in."""
+    metadata = {
+        "format": FORMAT,
+        "version": str(VERSION),
+        "spec": _compact(spec.identity()),
+        "num_samples": str(num_samples),
+    }
+    return seal_header(entries, metadata, checksums, HEADER_BYTES)
+
+
+def seal_header(
+    entries: list[TensorEntry],
+    metadata: dict[str, str],
+    checksums: dict[str, str],
+    total_bytes: int,
+) -> bytes:
+    """A safetensors header padded to `total_bytes`, with the checksum of itself inside.
+
+    The checksum is that of these bytes with its own digits set to zero.
+    """
+    sums = {
+        "checksum": checksum.NAME,
+        "checksums": _compact(checksums),
+        _HEADER_KEY: _ZERO_DIGEST,
+    }
+    header: dict[str, Any] = {"__metadata__": {**metadata, **sums}}
+    for entry in entries:
+        header[entry.name] = {
+            "dtype": NAME_OF[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [entry.start, entry.end],
+        }
+    text = _compact(header).encode()
+    room = total_bytes - _LENGTH.size
+    assert len(text) <= room, f"a header of {len(text)} bytes does not fit in {room}"
+    blank = _LENGTH.pack(room) + text.ljust(room)
+    return blank.replace(_ZERO_DIGEST.encode(), checksum.of(blank).encode(), 1)
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+class MappedTensors:
+    """A memory-mapped safetensors file with paceline's checksums. Tensors are views, not copies.
+
+    The mapping is private: what a caller writes into a view never reaches the file. Raises
+    StoreCorruption, which names the file, where the header is not what was written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            self.total_bytes = os.fstat(file.fileno()).st_size
+            if self.total_bytes < _LENGTH.size:
+                raise StoreCorruption(f"{path} is cut: {self.total_bytes} bytes")
+            flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+            self._map = mmap.mmap(
+                file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE
+            )
+        self.header_bytes = _LENGTH.unpack_from(self._map)[0] + _LENGTH.size
+        if self.header_bytes > min(self.total_bytes, _MAX_HEADER_BYTES):
+            raise StoreCorruption(f"{path}: the header's length is damaged, or the file is cut")
+        self._header = bytes(self._map[: self.header_bytes])
+        self._parse()
+
+    def _parse(self) -> None:
+        try:
+            header = json.loads(self._header[_LENGTH.size :])
+            self.metadata: dict[str, str] = header.pop("__metadata__")
+            self.checksums: dict[str, str] = json.loads(self.metadata["checksums"])
+            self.header_checksum = self.metadata[_HEADER_KEY]
+            self.entries = {
+                name: TensorEntry(name, TORCH_OF[v["dtype"]], tuple(v["shape"]), *v["data_offsets"])
+                for name, v in header.items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StoreCorruption(f"{self.path}: the header is damaged ({error})") from error
+        blank = self._header.replace(self.header_checksum.encode(), _ZERO_DIGEST.encode(), 1)
+        if checksum.of(blank) != self.header_checksum:
+            raise StoreCorruption(f"{self.path}: the header does not match its checksum")
+        end = max((entry.end for entry in self.entries.values()), default=0)
+        if self.header_bytes + end != self.total_bytes:
+            raise StoreCorruption(
+                f"{self.path} has {self.total_bytes} bytes; its header says "
+                f"{self.header_bytes + end}"
+            )
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A whole tensor as a view of the file."""
+        entry = self.entries[name]
+        return self._view(entry, 0, entry.shape[0])
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of a tensor as a view of the file."""
+        return self._view(self.entries[name], start, stop)
+
+    def _view(self, entry: TensorEntry, start: int, stop: int) -> torch.Tensor:
+        shape = (stop - start, *entry.shape[1:])
+        row_elements = int(np.prod(entry.shape[1:], dtype=np.int64))
+        if stop == start or row_elements == 0:
+            return torch.empty(shape, dtype=entry.dtype)
+        offset = self.header_bytes + entry.start + start * row_elements * entry.dtype.itemsize
+        flat = torch.frombuffer(
+            self._map, dtype=entry.dtype, count=(stop - start) * row_elements, offset=offset
+        )
+        return flat.view(shape)
+
+    def verify(self) -> int:
+        """Compare every tensor with its checksum; StoreCorruption names file and tensor.
+
+        Returns the number of bytes checked.
+        """
+        with memoryview(self._map) as whole:
+            for entry in self.entries.values():
+                start = self.header_bytes + entry.start
+                found = checksum.of(whole[start : self.header_bytes + entry.end])
+                if found != self.checksums.get(entry.name):
+                    raise StoreCorruption(
+                        f"{self.path}: tensor {entry.name!r} does not match its checksum (bytes "
+                        f"{start} to {self.header_bytes + entry.end}): remove this shard and run "
+                        "`paceline extract` with the same options to make its samples again"
+                    )
+        return self.total_bytes
+
+
+class Shard(MappedTensors):
+    """One published shard, open for reading."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        found = self.metadata.get("format"), self.metadata.get("version")
+        if found != (FORMAT, str(VERSION)):
+            raise StoreCorruption(
+                f"{path} is {found[0]!r} of version {found[1]!r}; this paceline reads "
+                f"{FORMAT!r} of version {VERSION}"
+            )
+        self.spec = StoreSpec.from_dict(json.loads(self.metadata["spec"]))
+        self.num_samples = int(self.metadata["num_samples"])
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """int64 [S + 1, 3]: the first token, auxiliary row and supervised row of each sample."""
+        return self.tensor("offsets").numpy()
+
+    @cached_property
+    def columns(self) -> dict[str, list[str]]:
+        """The samples' strings: sample_id, conversation_id, source, split, each a list of S."""
+        return json.loads(bytes(bytes_of(self.tensor("samples"))))

@@ -1,0 +1,239 @@
+"""Writes samples into shards. The largest tensor goes to the disk as samples come; the others,
+about a quarter of the bytes at most, are kept in memory until the shard is closed.
+"""
+
+import json
+import logging
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from paceline.contracts import TokenSample
+from paceline.errors import StoreError
+from paceline.store import checksum
+from paceline.store.codecs import Codec, codec_of
+from paceline.store.files import AsideFile
+from paceline.store.shard import HEADER_BYTES, TensorEntry, build_header, bytes_of
+from paceline.store.spec import StoreSpec
+
+logger = logging.getLogger(__name__)
+
+COLUMNS = ("sample_id", "conversation_id", "source", "split")
+# What follows the streamed tensor starts at a multiple of this, so that any tool can map it.
+_ALIGN_BYTES = 8
+
+
+class ShardWriter:
+    """Packs samples into shards of about `spec.shard_bytes` under `folder`.
+
+    One writer belongs to one worker; several may write into one folder at a time. Nothing is
+    visible before its shard is whole. As a context manager: closed (the last shard published) on
+    success, discarded on an exception.
+    """
+
+    def __init__(self, folder: str | Path, spec: StoreSpec, worker: int = 0) -> None:
+        self.folder = Path(folder)
+        self.spec = spec
+        self.worker = worker
+        self.num_samples = 0
+        self._codec = codec_of(spec)
+        self._seen: set[str] = set()
+        self._shard: _ShardInWork | None = None
+
+    def add(self, sample: TokenSample, aux: torch.Tensor, last: torch.Tensor) -> None:
+        """Store one sample.
+
+        aux: [at least sample.num_aux_rows, A, D]; what lies past num_aux_rows is dropped.
+        last: [M, D], the last state at the M positions where loss_mask is true. Both in the
+        store's dtype, on any device. Raises StoreError that names the sample; that one is then
+        not stored, and the writer can go on unless the disk failed.
+        """
+        self._check(sample, aux, last)
+        states = {"aux": aux[: sample.num_aux_rows].cpu(), "last": last.cpu()}
+        encoded = {name: self._codec.encode(value) for name, value in states.items()}
+        num_bytes = (
+            sum(p.nbytes for parts in encoded.values() for p in parts) + sample.num_tokens * 5
+        )
+        if self._shard and self._shard.num_bytes + num_bytes > self.spec.shard_bytes:
+            self._publish()
+        if self._shard is None:
+            self._shard = _ShardInWork(self.folder, self.spec, self._codec)
+        try:
+            self._shard.add(sample, encoded)
+        except BaseException:
+            self.discard()
+            raise
+        self._seen.add(sample.sample_id)
+        self.num_samples += 1
+
+    def close(self) -> None:
+        """Publish the last shard."""
+        if self._shard:
+            self._publish()
+
+    def discard(self) -> None:
+        """Give up the shard in work; published ones stay."""
+        if self._shard:
+            shard, self._shard = self._shard, None
+            shard.discard()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+    def _publish(self) -> None:
+        shard, self._shard = self._shard, None
+        try:
+            path = shard.publish()
+        except BaseException:
+            shard.discard()
+            raise
+        logger.info(
+            "worker %d: %s, %d samples, %d bytes",
+            self.worker,
+            path.name,
+            shard.num_samples,
+            shard.num_bytes,
+        )
+
+    def _check(self, sample: TokenSample, aux: torch.Tensor, last: torch.Tensor) -> None:
+        spec = self.spec
+        problems = []
+        for name, states, tail in (
+            ("aux", aux, (spec.num_aux, spec.hidden_size)),
+            ("last", last, (spec.hidden_size,)),
+        ):
+            if states.dtype != spec.torch_dtype:
+                problems.append(f"{name} is {states.dtype}, the store keeps {spec.dtype}")
+            if tuple(states.shape[1:]) != tail:
+                problems.append(f"{name} is {list(states.shape)}, rows must be {list(tail)}")
+        if len(aux) < sample.num_aux_rows:
+            problems.append(f"aux has {len(aux)} rows, {sample.num_aux_rows} are needed")
+        if len(last) != sample.num_supervised:
+            problems.append(
+                f"last has {len(last)} rows, {sample.num_supervised} tokens are supervised"
+            )
+        if sample.sample_id in self._seen:
+            problems.append("it was stored already")
+        if problems:
+            raise StoreError(f"sample {sample.sample_id}: " + "; ".join(problems))
+
+
+class _ShardInWork:
+    """One shard while it grows: the first part of `aux` in the aside file, the rest in memory."""
+
+    def __init__(self, folder: Path, spec: StoreSpec, codec: Codec) -> None:
+        self.spec = spec
+        self.num_samples = 0
+        self.num_bytes = 0
+        self._parts = {
+            "aux": codec.parts((spec.num_aux, spec.hidden_size)),
+            "last": codec.parts((spec.hidden_size,)),
+        }
+        self._held: dict[str, list[torch.Tensor]] = {"input_ids": [], "loss_mask": []}
+        self._columns: dict[str, list[str]] = {name: [] for name in COLUMNS}
+        self._offsets = [(0, 0, 0)]
+        self._byte_offsets: dict[str, list[int]] = {}
+        self._num_past_end: list[int] = []
+        self._sample_checksums: list[bytes] = []
+        self._streamed_bytes = 0
+        self._streamed_hash = checksum.new()
+        self._file = AsideFile(folder)
+
+    def add(self, sample: TokenSample, encoded: dict[str, list[torch.Tensor]]) -> None:
+        digest = checksum.new()
+        digest.update(_describe(sample))
+        ids, mask = torch.from_numpy(sample.input_ids), torch.from_numpy(sample.loss_mask)
+        for name, tensor in (("input_ids", ids), ("loss_mask", mask)):
+            tensor = tensor.clone()
+            digest.update(bytes_of(tensor))
+            self._held[name].append(tensor)
+            self.num_bytes += tensor.nbytes
+        for kind in ("aux", "last"):
+            for part, tensor in zip(self._parts[kind], encoded[kind], strict=True):
+                digest.update(bytes_of(tensor))
+                self._keep(kind + part.suffix, tensor, part.row_shape is None)
+        rows = (sample.num_tokens, sample.num_aux_rows, sample.num_supervised)
+        ends = tuple(a + b for a, b in zip(self._offsets[-1], rows, strict=True))
+        self._offsets.append(ends)
+        self._num_past_end.append(sample.num_past_end)
+        for name in COLUMNS:
+            self._columns[name].append(getattr(sample, name))
+        self._sample_checksums.append(digest.digest())
+        self.num_samples += 1
+
+    def _keep(self, name: str, tensor: torch.Tensor, is_variable: bool) -> None:
+        self.num_bytes += tensor.nbytes
+        if is_variable:
+            ends = self._byte_offsets.setdefault(name, [0])
+            ends.append(ends[-1] + tensor.nbytes)
+        if name != "aux":
+            # The caller may use its buffers again; what is held must be our own.
+            self._held.setdefault(name, []).append(tensor.clone())
+            return
+        data = bytes_of(tensor)
+        self._streamed_hash.update(data)
+        self._file.write_at(HEADER_BYTES + self._streamed_bytes, data)
+        self._streamed_bytes += len(data)
+
+    def publish(self) -> Path:
+        tensors = self._finished_tensors()
+        first = self._parts["aux"][0]
+        rows = self._offsets[-1][1]
+        shape = (self._streamed_bytes,) if first.row_shape is None else (rows, *first.row_shape)
+        entries = [TensorEntry("aux", first.dtype, shape, 0, self._streamed_bytes)]
+        checksums = {"aux": self._streamed_hash.hexdigest()}
+        end = self._streamed_bytes
+        for name, tensor in tensors.items():
+            data = bytes_of(tensor)
+            self._file.write_at(HEADER_BYTES + end, data)
+            checksums[name] = checksum.of(data)
+            shape = tuple(tensor.shape)
+            entries.append(TensorEntry(name, tensor.dtype, shape, end, end + len(data)))
+            end += len(data)
+        header = build_header(entries, self.spec, checksums, self.num_samples)
+        self._file.write_at(0, header)
+        self.num_bytes = HEADER_BYTES + end
+        return self._file.publish()
+
+    def discard(self) -> None:
+        self._file.discard()
+
+    def _finished_tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors but the streamed one, in file order: the wider their elements, the earlier,
+        so that each is aligned."""
+        tensors = {name: torch.cat(pieces) for name, pieces in self._held.items()}
+        tensors["offsets"] = torch.tensor(self._offsets, dtype=torch.int64)
+        for name, ends in self._byte_offsets.items():
+            tensors[f"{name}.offsets"] = torch.tensor(ends, dtype=torch.int64)
+        tensors["num_past_end"] = torch.tensor(self._num_past_end, dtype=torch.int32)
+        tensors["sample_checksums"] = _from_bytes(b"".join(self._sample_checksums)).view(
+            -1, checksum.DIGEST_BYTES
+        )
+        text = json.dumps(self._columns, ensure_ascii=False, separators=(",", ":"))
+        tensors["samples"] = _from_bytes(text.encode())
+        in_order = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+        pad = torch.zeros(-self._streamed_bytes % _ALIGN_BYTES, dtype=torch.uint8)
+        return {"pad": pad, **dict(in_order)}
+
+
+def _describe(sample: TokenSample) -> bytes:
+    """What a sample's checksum covers besides its tensors; the lengths keep borders unambiguous."""
+    fields = [getattr(sample, name) for name in COLUMNS]
+    return json.dumps([*fields, sample.num_tokens, sample.num_past_end]).encode()
+
+
+def _from_bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
