@@ -1,12 +1,14 @@
 """The token data set on disk: what `prepare` writes and every later stage reads.
 
 A folder of Parquet parts `data/NNNNN.parquet`, one row a sample, columns as `TokenSample`'s fields.
-A part appears under its final name only when whole.
+A part appears under its final name only when whole; it may carry a record of how it was made.
 """
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,9 +16,10 @@ import pyarrow.parquet as pq
 
 from paceline.artefact import Manifest, fsync_folder, load_finished
 from paceline.contracts import TokenSample
-from paceline.errors import DataError
+from paceline.errors import DataError, DiskFullError
 
 PARTS_FOLDER = "data"
+_RECORD_KEY = b"paceline"
 
 SCHEMA = pa.schema(
     [
@@ -27,26 +30,56 @@ SCHEMA = pa.schema(
         ("input_ids", pa.list_(pa.int32())),
         ("loss_mask", pa.list_(pa.bool_())),
         ("num_past_end", pa.int32()),
+        ("finished", pa.bool_()),
     ]
 )
+_PLAIN = tuple(name for name in SCHEMA.names if name not in ("input_ids", "loss_mask"))
 
 
 def part_path(folder: Path, number: int) -> Path:
     return folder / PARTS_FOLDER / f"{number:05d}.parquet"
 
 
-def write_part(folder: Path, number: int, samples: list[TokenSample]) -> Path:
-    """Write one part aside, fsync, rename. Returns its final path."""
+def list_parts(folder: Path) -> list[Path]:
+    """The published parts, in order."""
+    return sorted((folder / PARTS_FOLDER).glob("[0-9]*.parquet"))
+
+
+def write_part(
+    folder: Path, number: int, samples: list[TokenSample], record: Mapping[str, Any] | None = None
+) -> Path:
+    """Write one part aside, fsync, rename. Returns its final path.
+
+    `record`: what the writer wants to know again of this part; it is published with the samples in
+    one rename (see read_record). Raises DiskFullError; what was published stays.
+    """
     path = part_path(folder, number)
     path.parent.mkdir(parents=True, exist_ok=True)
-    columns = {name: [getattr(sample, name) for sample in samples] for name in SCHEMA.names}
+    table = _table(samples)
+    if record is not None:
+        table = table.replace_schema_metadata({_RECORD_KEY: json.dumps(record)})
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    pq.write_table(pa.table(columns, schema=SCHEMA), aside, compression="zstd")
-    with aside.open("rb+") as file:
-        os.fsync(file.fileno())
+    try:
+        pq.write_table(table, aside, compression="zstd")
+        with aside.open("rb+") as file:
+            os.fsync(file.fileno())
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise DiskFullError(
+            f"{path} cannot be written: {error}. Parts already there are whole; make room and "
+            "give the same command again."
+        ) from error
     os.replace(aside, path)
     fsync_folder(path.parent)
     return path
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The record that write_part stored with a part."""
+    metadata = _open(path).schema_arrow.metadata or {}
+    if _RECORD_KEY not in metadata:
+        raise DataError(f"{path} has no record of how it was made: `paceline prepare` did not")
+    return json.loads(metadata[_RECORD_KEY])
 
 
 class TokenDataset:
@@ -55,7 +88,7 @@ class TokenDataset:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.manifest: Manifest = load_finished(self.folder, "prepare")
-        self.parts = sorted((self.folder / PARTS_FOLDER).glob("[0-9]*.parquet"))
+        self.parts = list_parts(self.folder)
 
     def __len__(self) -> int:
         return sum(pq.read_metadata(part).num_rows for part in self.parts)
@@ -70,19 +103,38 @@ class TokenDataset:
 
 def read_part(path: Path, batch_rows: int = 1024) -> Iterator[TokenSample]:
     """Samples of one part; DataError that names the file where it cannot be read."""
+    for batch in read_batches(path, batch_rows):
+        yield from _samples(batch)
+
+
+def read_batches(path: Path, batch_rows: int = 1024) -> Iterator[pa.RecordBatch]:
+    """Columns of one part, `batch_rows` samples at a time; DataError that names the file."""
     try:
-        file = pq.ParquetFile(path)
-        for batch in file.iter_batches(batch_rows, columns=SCHEMA.names):
-            yield from _samples(batch)
+        yield from _open(path).iter_batches(batch_rows, columns=SCHEMA.names)
     except pa.ArrowException as error:
         raise DataError(f"{path} cannot be read as a token data set: {error}") from error
 
 
+def _open(path: Path) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as a token data set: {error}") from error
+
+
+def _table(samples: list[TokenSample]) -> pa.Table:
+    columns: dict[str, Any] = {name: [getattr(s, name) for s in samples] for name in _PLAIN}
+    lengths = [sample.num_tokens for sample in samples]
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+    for name, empty in (("input_ids", np.int32), ("loss_mask", np.bool_)):
+        values = [getattr(sample, name) for sample in samples]
+        flat = np.concatenate(values) if values else np.empty(0, empty)
+        columns[name] = pa.ListArray.from_arrays(offsets, pa.array(flat))
+    return pa.table({name: columns[name] for name in SCHEMA.names}, schema=SCHEMA)
+
+
 def _samples(batch: pa.RecordBatch) -> Iterator[TokenSample]:
-    plain = {
-        name: batch.column(name).to_pylist()
-        for name in ("sample_id", "conversation_id", "source", "split", "num_past_end")
-    }
+    plain = {name: batch.column(name).to_pylist() for name in _PLAIN}
     ids, masks = batch.column("input_ids"), batch.column("loss_mask")
     for i in range(batch.num_rows):
         yield TokenSample(

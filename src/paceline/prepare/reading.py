@@ -1,0 +1,178 @@
+"""Raw rows out of JSONL, JSON and Parquet files, gzipped or not, one at a time.
+
+What a file is, its first bytes say, not its name. A row that is not JSON is a row with an error,
+not the end of the work.
+"""
+
+import glob
+import gzip
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from paceline.errors import DataError, UsageError
+
+_GZIP_MAGIC = b"\x1f\x8b"
+_PARQUET_MAGIC = b"PAR1"
+_BOM = b"\xef\xbb\xbf"
+_CHUNK_CHARS = 1 << 20
+_PARQUET_BATCH_ROWS = 256
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """One row, parsed when asked for. `number` counts from 1 within its file (a line of JSONL)."""
+
+    file: Path
+    number: int
+    payload: bytes | dict[str, Any]
+
+    def parse(self) -> Any:
+        """The row's value. Raises ValueError where it is not JSON or not UTF-8."""
+        return json.loads(self.payload) if isinstance(self.payload, bytes) else self.payload
+
+    @property
+    def num_bytes(self) -> int:
+        """Size, near enough to bound the memory of a batch of rows."""
+        return len(self.payload) if isinstance(self.payload, bytes) else _weigh(self.payload)
+
+
+def find_files(patterns: Iterable[str]) -> list[Path]:
+    """The files that paths and glob patterns name, in the order given. Raises UsageError."""
+    files: list[Path] = []
+    for pattern in patterns:
+        path = Path(pattern).expanduser()
+        found = [path] if path.exists() else [Path(p) for p in sorted(glob.glob(str(path)))]
+        if not found:
+            raise UsageError(f"data: {pattern}: no such file")
+        for entry in found:
+            if entry.is_dir():
+                raise UsageError(f"data: {entry} is a folder: name files, or {entry}/*.jsonl")
+        files += found
+    if not files:
+        raise UsageError("no data given: pass files of conversations as `data`")
+    return files
+
+
+def read_rows(files: Iterable[Path]) -> Iterator[RawRow]:
+    """All rows of all files, in order. Raises DataError for a file that cannot be read on."""
+    for path in files:
+        try:
+            yield from _read_file(path)
+        except (OSError, EOFError, pa.ArrowException) as error:
+            raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def count_rows(files: Iterable[Path]) -> int | None:
+    """How many rows there are, where that is cheap to say (for a progress bar)."""
+    total = 0
+    for path in files:
+        start = _first_bytes(path)
+        if start.startswith(_PARQUET_MAGIC):
+            total += pq.read_metadata(path).num_rows
+        elif start.startswith(_GZIP_MAGIC) or start.lstrip().startswith(b"["):
+            return None
+        else:
+            with path.open("rb") as file:
+                total += sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+    return total
+
+
+def _read_file(path: Path) -> Iterator[RawRow]:
+    start = _first_bytes(path)
+    if start.startswith(_PARQUET_MAGIC):
+        yield from _read_parquet(path, path)
+        return
+    with gzip.open(path) if start.startswith(_GZIP_MAGIC) else path.open("rb") as file:
+        head = file.read(4096)
+        file.seek(0)
+        if head.startswith(_PARQUET_MAGIC):
+            yield from _read_parquet(path, file)
+        elif head.removeprefix(_BOM).lstrip().startswith(b"["):
+            yield from _read_array(path, file)
+        else:
+            yield from _read_lines(path, file)
+
+
+def _first_bytes(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(64)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def _read_lines(path: Path, file: IO[bytes]) -> Iterator[RawRow]:
+    # Lines of bytes end at \n alone; str.splitlines would also cut at U+2028 inside a string.
+    for number, line in enumerate(file, start=1):
+        line = line.removeprefix(_BOM) if number == 1 else line
+        if line.strip():
+            yield RawRow(path, number, line)
+
+
+def _read_array(path: Path, file: IO[bytes]) -> Iterator[RawRow]:
+    """The elements of one JSON array, without holding the array."""
+    decoder = json.JSONDecoder()
+    text = ""
+    chunks = _text_chunks(file)
+    text = next(chunks, "").lstrip("\ufeff \t\r\n")[1:]
+    number = 0
+    while True:
+        text = text.lstrip(" \t\r\n,")
+        if text.startswith("]"):
+            return
+        try:
+            value, end = decoder.raw_decode(text)
+        except json.JSONDecodeError as error:
+            more = next(chunks, None)
+            if more is None:
+                raise DataError(
+                    f"{path}: the JSON array breaks off or is broken after row {number}: {error}"
+                ) from error
+            text += more
+            continue
+        number += 1
+        yield RawRow(path, number, value)
+        text = text[end:]
+
+
+def _text_chunks(file: IO[bytes]) -> Iterator[str]:
+    import codecs
+
+    decode = codecs.getincrementaldecoder("utf-8")().decode
+    while block := file.read(_CHUNK_CHARS):
+        yield decode(block)
+
+
+def _read_parquet(path: Path, source: Path | IO[bytes]) -> Iterator[RawRow]:
+    number = 0
+    for batch in pq.ParquetFile(source).iter_batches(_PARQUET_BATCH_ROWS):
+        for row in batch.to_pylist():
+            number += 1
+            yield RawRow(path, number, _without_nulls(row))
+
+
+def _without_nulls(value: Any) -> Any:
+    """Parquet gives every struct all fields of its column; those that were never there are null."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(v) for key, v in value.items() if v is not None}
+    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+        return [_without_nulls(v) for v in value]
+    return value
+
+
+def _weigh(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_weigh, value.values()))
+    if isinstance(value, list):
+        if value and isinstance(value[0], int):
+            return 6 * len(value)
+        return sum(map(_weigh, value))
+    return 8

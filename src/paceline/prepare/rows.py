@@ -1,0 +1,135 @@
+"""From a raw row to what it means: exact token ids, or a conversation in one canonical form.
+
+Nothing is rendered here. What is wrong with a row is a RowError with a reason from a short list.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paceline.contracts import TOKEN_DTYPE
+from paceline.errors import DataError
+
+
+class RowError(DataError):
+    """A row that cannot be used. `reason`: a word to count by; the message says the rest."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a row is called, before its content is looked at. Empty id: take the content's hash."""
+
+    id: str
+    conversation_id: str
+    source: str
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """A row that brings its token ids: input_ids int32 [T], loss_mask bool [T]."""
+
+    identity: Identity
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    num_past_end: int
+    finished: bool | None
+    content_hash: str
+    prompt_hash: str
+
+
+def digest(*parts: bytes) -> str:
+    """128 bits in hex over byte strings, each with its length, so that borders count."""
+    hasher = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        hasher.update(len(part).to_bytes(8, "little"))
+        hasher.update(part)
+    return hasher.hexdigest()
+
+
+def identify(row: dict[str, Any], default_source: str) -> Identity:
+    row_id = row.get("id", row.get("sample_id", ""))
+    conversation = row.get("conversation_id", row_id)
+    for name, value in (("id", row_id), ("conversation_id", conversation)):
+        if not isinstance(value, str | int):
+            raise RowError("bad_field", f"{name} is {value!r}, not a string or a number")
+    source = row.get("source") or default_source
+    if not isinstance(source, str):
+        raise RowError("bad_field", f"source is {source!r}, not a string")
+    return Identity(str(row_id), str(conversation), source)
+
+
+def token_row(row: dict[str, Any], identity: Identity, vocab_size: int) -> TokenRow | None:
+    """The row's exact token ids, None where it has none. Raises RowError."""
+    if "response_ids" in row:
+        prompt = _ids(row, "prompt_ids", vocab_size)
+        response = _ids(row, "response_ids", vocab_size)
+        num_past_end = row.get("num_past_end", 0)
+        if not isinstance(num_past_end, int) or not 0 <= num_past_end <= len(response):
+            raise RowError(
+                "bad_field", f"num_past_end is {num_past_end!r} of {len(response)} response_ids"
+            )
+        mask = np.zeros(len(prompt) + len(response), bool)
+        mask[len(prompt) : len(mask) - num_past_end] = True
+        ids = np.concatenate([prompt, response])
+    elif "input_ids" in row:
+        ids = _ids(row, "input_ids", vocab_size)
+        mask = _mask(row, len(ids))
+        num_past_end = 0
+    else:
+        return None
+    finished = row.get("finished")
+    if finished is not None and not isinstance(finished, bool):
+        raise RowError("bad_field", f"finished is {finished!r}, not true or false")
+    first_prompt = ids[: int(np.argmax(mask))] if mask.any() else ids
+    content_hash = digest(ids.tobytes(), mask.tobytes())
+    return TokenRow(
+        identity, ids, mask, num_past_end, finished, content_hash, digest(first_prompt.tobytes())
+    )
+
+
+def _ids(row: dict[str, Any], name: str, vocab_size: int) -> np.ndarray:
+    values = _decoded(row.get(name))
+    if values is None:
+        raise RowError("missing_key", f"the row has no {name}")
+    array = np.asarray(values) if isinstance(values, list) else None
+    if array is None or array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
+        raise RowError("bad_ids", f"{name} is not a list of whole numbers")
+    outside = np.flatnonzero((array < 0) | (array >= vocab_size))
+    if len(outside):
+        at = int(outside[0])
+        raise RowError(
+            "bad_ids",
+            f"{name}[{at}] is {array[at]}; the target's logits have ids 0 to {vocab_size - 1}",
+        )
+    return array.astype(TOKEN_DTYPE)
+
+
+def _mask(row: dict[str, Any], num_tokens: int) -> np.ndarray:
+    values = _decoded(row.get("loss_mask"))
+    if values is None:
+        raise RowError("missing_key", "the row has input_ids but no loss_mask")
+    array = np.asarray(values) if isinstance(values, list) else np.empty(0)
+    if array.shape != (num_tokens,):
+        raise RowError(
+            "length_mismatch", f"loss_mask has {array.size} values for {num_tokens} input_ids"
+        )
+    if array.size and not np.isin(array, (0, 1)).all():
+        raise RowError("bad_ids", "loss_mask holds something else than 0 and 1")
+    return array.astype(bool)
+
+
+def _decoded(value: Any) -> Any:
+    """Some tables keep lists as JSON text."""
+    if isinstance(value, str):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value

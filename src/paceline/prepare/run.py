@@ -1,0 +1,178 @@
+"""The `prepare` stage: rows in, token data set out, part by part, resumable at any instant.
+
+A part is a fixed range of input rows, so that an interrupted run and an unbroken one write the same
+files. What a resumed run must know lies inside the parts.
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from paceline import fingerprint
+from paceline.artefact import StageFolder, open_stage
+from paceline.dataset import list_parts, read_record, write_part
+from paceline.errors import DataError, UsageError
+from paceline.prepare.convert import DELIBERATE, Converter
+from paceline.prepare.reading import RawRow, count_rows, find_files, read_rows
+from paceline.prepare.summary import (
+    COUNTS_FILE,
+    SKIPPED_FILE,
+    Totals,
+    add_up,
+    require_usable,
+    write_counts,
+    write_skipped,
+)
+from paceline.prepare.template import template_text
+from paceline.progress import progress_bar
+from paceline.recipe import PrepareOptions
+from paceline.target.spec import Target, open_target
+
+logger = logging.getLogger(__name__)
+
+# A part is closed at whichever comes first; both depend on the data alone.
+PART_ROWS = 2000
+PART_BYTES = 8 << 20
+# Before so many rows, a share says too little to stop a run.
+_SHARE_MATTERS_AFTER = 1000
+
+
+def run(options: PrepareOptions) -> dict[str, Any]:
+    """Prepare a token data set; returns the manifest's result. See docs/prepare.md.
+
+    Raises UsageError (missing files), DataError (too many rows skipped, nothing to learn),
+    TargetError, FingerprintMismatch.
+    """
+    if not options.out:
+        raise UsageError("prepare: no `out` given: name the folder to write")
+    target = open_target(options)
+    files = find_files(options.data)
+    template = template_text(target, options.chat_template)
+    inputs = _inputs(target, template, files)
+    identity = options.identity()
+    # The template is compared by its text, wherever its file lies.
+    identity.pop("chat_template")
+    with open_stage(options.out, "prepare", inputs, identity, options.overwrite) as folder:
+        if folder.done:
+            return folder.result
+        converter = Converter(options, target.vocab_size)
+        _convert_all(options, files, converter, folder)
+        return _finish(options, target, converter, folder)
+
+
+def _inputs(target: Target, template: str | None, files: list[Path]) -> dict[str, dict[str, Any]]:
+    # The weights do not shape token ids: a fine-tuned sibling may use the same data set.
+    parts = {key: target.fingerprints[key] for key in ("config", "tokenizer")}
+    return {
+        "target": {"path": target.reference.target, "fingerprint": parts},
+        "template": {"fingerprint": fingerprint.of_bytes((template or "").encode())},
+        "data": {
+            "path": [str(file) for file in files],
+            "fingerprint": fingerprint.of_json([[f.name, fingerprint.of_file(f)] for f in files]),
+        },
+    }
+
+
+def _convert_all(
+    options: PrepareOptions, files: list[Path], converter: Converter, folder: StageFolder
+) -> None:
+    rows_done = num_bad = num_parts = 0
+    for part in list_parts(folder.path):
+        record = read_record(part)
+        converter.restore(record)
+        rows_done += record["rows"]
+        num_bad += _count_bad(record["skipped"])
+        num_parts += 1
+    if rows_done:
+        logger.info("%s: going on after %d rows", folder.path, rows_done)
+    rows = islice(read_rows(files), rows_done, options.limit)
+    total = count_rows(files)
+    if options.limit is not None:
+        total = min(total, options.limit) if total is not None else options.limit
+    with progress_bar("prepare", total, "rows") as bar:
+        bar.advance(rows_done)
+        for number, batch in enumerate(_parts(rows), start=num_parts):
+            samples, record = converter.convert(batch)
+            write_part(folder.path, number, samples, record.as_dict())
+            rows_done += len(batch)
+            num_bad += _count_bad(record.skipped)
+            bar.advance(len(batch), f"{num_bad} skipped" if num_bad else "")
+            if rows_done >= _SHARE_MATTERS_AFTER:
+                _check_share(options, num_bad, rows_done, folder.path)
+
+
+def _parts(rows: Iterator[RawRow]) -> Iterator[list[RawRow]]:
+    batch: list[RawRow] = []
+    num_bytes = 0
+    for row in rows:
+        batch.append(row)
+        num_bytes += row.num_bytes
+        if len(batch) >= PART_ROWS or num_bytes >= PART_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def _count_bad(skipped: list[dict[str, Any]]) -> int:
+    return sum(entry["reason"] not in DELIBERATE for entry in skipped)
+
+
+def _check_share(options: PrepareOptions, num_bad: int, num_rows: int, folder: Path) -> None:
+    if num_bad > options.max_skipped_share * num_rows:
+        write_skipped(folder)
+        raise DataError(
+            f"{num_bad} of {num_rows} rows had to be skipped, more than max_skipped_share = "
+            f"{options.max_skipped_share}; {folder / SKIPPED_FILE} says why, row by row"
+        )
+
+
+def _finish(
+    options: PrepareOptions, target: Target, converter: Converter, folder: StageFolder
+) -> dict[str, Any]:
+    totals = add_up(folder.path, target.vocab_size)
+    write_skipped(folder.path)
+    require_usable(totals, folder.path)
+    _check_share(options, totals.num_bad, totals.rows, folder.path)
+    write_counts(folder.path, totals)
+    result = _result(options, target, totals, len(converter.conversations))
+    return folder.finish(result, totals.content)
+
+
+def _result(
+    options: PrepareOptions, target: Target, totals: Totals, num_conversations: int
+) -> dict[str, Any]:
+    splits = {name: _amounts(counter) for name, counter in totals.splits.items()}
+    return {
+        "target": asdict(target.reference),
+        "rows": totals.rows,
+        "rows_kept": totals.kept,
+        "skipped": dict(totals.skipped.most_common()),
+        "conversations": num_conversations,
+        "samples": sum(split["samples"] for split in splits.values()),
+        "tokens": sum(split["tokens"] for split in splits.values()),
+        "supervised_tokens": sum(split["supervised"] for split in splits.values()),
+        "splits": splits,
+        "sources": {name: _amounts(c) for name, c in sorted(totals.sources.items())},
+        "longest_sample": totals.longest,
+        "past_end_tokens": totals.past_end,
+        "unfinished": totals.unfinished,
+        "mask_method": totals.methods.most_common(1)[0][0],
+        "mask_methods": dict(totals.methods.most_common()),
+        "notes": dict(totals.notes),
+        "split_samples": totals.split_samples,
+        "cut": totals.cut_samples,
+        "cut_supervised_tokens": totals.cut_supervised,
+        "chat_template_kwargs": options.chat_template_kwargs,
+        "end_of_turn_ids": list(target.end_of_turn_ids),
+        "num_real_tokens": target.num_real_tokens,
+        "vocab_size": target.vocab_size,
+        "supervised_token_counts_file": COUNTS_FILE,
+    }
+
+
+def _amounts(counter: dict[str, int]) -> dict[str, int]:
+    return {name: counter[name] for name in ("samples", "tokens", "supervised")}
