@@ -76,6 +76,9 @@ class PrepareOptions(StageOptions, TargetOptions):
     chat_template_kwargs: dict[str, Any] = opt(
         {}, "Variables for the chat template, such as `enable_thinking: false`; recorded."
     )
+    system_prompt: str | None = opt(
+        None, "System message of conversations that have none; recorded."
+    )
     max_length: int = opt(4096, "Longest sample in tokens; longer ones are cut.", ge=4)
     heldout_share: Share = opt(0.05, "Share of the conversations kept for evaluation, by hash.")
     split: Literal["auto", "train", "heldout"] = opt(
@@ -120,6 +123,9 @@ class GenerateOptions(StageOptions, TargetOptions):
     seed: int = opt(0, "Seed of sampled answers.")
     chat_template: str | None = opt(None, "File with a Jinja chat template.")
     chat_template_kwargs: dict[str, Any] = opt({}, "Variables for the chat template; recorded.")
+    system_prompt: str | None = opt(
+        None, "System message of conversations that have none; recorded."
+    )
     limit: int | None = opt(None, "Use only the first N rows of the data.", ge=1)
     dtype: Dtype = opt("auto", "Dtype of the target's weights while generating.")
     device: str = opt("auto", "Device of engine `transformers`.", identity=False)

@@ -9,7 +9,15 @@ from paceline.contracts import HELDOUT_SPLIT, TRAIN_SPLIT, TokenSample
 from paceline.errors import DataError
 from paceline.prepare.cutting import cut, has_target
 from paceline.prepare.reading import RawRow
-from paceline.prepare.rows import Identity, RowError, TokenRow, digest, identify, token_row
+from paceline.prepare.rows import (
+    Identity,
+    RowError,
+    TokenRow,
+    digest,
+    identify,
+    parse_row,
+    token_row,
+)
 from paceline.prepare.seen import SeenHashes
 from paceline.recipe import PrepareOptions
 
@@ -60,7 +68,7 @@ class Converter:
         for row in rows:
             row_id = None
             try:
-                values = _parse(row)
+                values = parse_row(row)
                 identity = identify(values, default_source=row.file.name.split(".")[0])
                 row_id = identity.id or None
                 samples.append(self._from_tokens(values, identity, record))
@@ -155,16 +163,6 @@ class Converter:
                 "detail": str(error),
             }
         )
-
-
-def _parse(row: RawRow) -> dict[str, Any]:
-    try:
-        values = row.parse()
-    except ValueError as error:
-        raise RowError("invalid_json", f"not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise RowError("invalid_json", f"a {type(values).__name__}, not an object")
-    return values
 
 
 def _unit(hex_digits: str) -> float:

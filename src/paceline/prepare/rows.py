@@ -12,6 +12,9 @@ import numpy as np
 
 from paceline.contracts import TOKEN_DTYPE
 from paceline.errors import DataError
+from paceline.prepare.reading import RawRow
+
+_ID_KEYS = ("id", "sample_id", "question_id")
 
 
 class RowError(DataError):
@@ -53,8 +56,19 @@ def digest(*parts: bytes) -> str:
     return hasher.hexdigest()
 
 
+def parse_row(row: RawRow) -> dict[str, Any]:
+    """The row as an object. Raises RowError where it is none."""
+    try:
+        values = row.parse()
+    except ValueError as error:
+        raise RowError("invalid_json", f"not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise RowError("invalid_json", f"a {type(values).__name__}, not an object")
+    return values
+
+
 def identify(row: dict[str, Any], default_source: str) -> Identity:
-    row_id = row.get("id", row.get("sample_id", ""))
+    row_id = next((row[key] for key in _ID_KEYS if row.get(key) is not None), "")
     conversation = row.get("conversation_id", row_id)
     for name, value in (("id", row_id), ("conversation_id", conversation)):
         if not isinstance(value, str | int):
@@ -95,7 +109,7 @@ def token_row(row: dict[str, Any], identity: Identity, vocab_size: int) -> Token
 
 
 def _ids(row: dict[str, Any], name: str, vocab_size: int) -> np.ndarray:
-    values = _decoded(row.get(name))
+    values = decoded(row.get(name))
     if values is None:
         raise RowError("missing_key", f"the row has no {name}")
     array = np.asarray(values) if isinstance(values, list) else None
@@ -112,7 +126,7 @@ def _ids(row: dict[str, Any], name: str, vocab_size: int) -> np.ndarray:
 
 
 def _mask(row: dict[str, Any], num_tokens: int) -> np.ndarray:
-    values = _decoded(row.get("loss_mask"))
+    values = decoded(row.get("loss_mask"))
     if values is None:
         raise RowError("missing_key", "the row has input_ids but no loss_mask")
     array = np.asarray(values) if isinstance(values, list) else np.empty(0)
@@ -125,8 +139,8 @@ def _mask(row: dict[str, Any], num_tokens: int) -> np.ndarray:
     return array.astype(bool)
 
 
-def _decoded(value: Any) -> Any:
-    """Some tables keep lists as JSON text."""
+def decoded(value: Any) -> Any:
+    """A value, parsed where it is JSON text: some tables keep lists so."""
     if isinstance(value, str):
         try:
             return json.loads(value)

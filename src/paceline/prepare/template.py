@@ -1,9 +1,169 @@
-"""The target's chat template: its text and how it is rendered."""
+"""The target's chat template: its text, the form of messages that it takes, and its rendering.
 
+transformers' own Jinja environment renders, so that the text is what the target's users get.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
+
+from jinja2 import TemplateError, TemplateSyntaxError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from paceline.errors import TargetError, UsageError
+from paceline.prepare.conversation import Message, parse_arguments
+from paceline.prepare.rows import RowError
 from paceline.target.spec import Target
+
+# A word that no template and no data holds; letters only, so that nothing escapes or trims it.
+SENTINEL = "qzSentinelWordzq"
+_MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# What Jinja and the templates' own expressions raise; a template is foreign code.
+_TEMPLATE_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+)
+
+Tools = list[dict[str, Any]] | None
+
+
+@dataclass(frozen=True)
+class MessageForm:
+    """How a template wants what data sets write in several ways; learnt by trying."""
+
+    content: Literal["string", "parts"] = "string"
+    arguments: Literal["dict", "string", "unsupported"] = "dict"
+    reasoning_key: str | None = None
+    developer_role: str = "developer"
+
+
+class ChatTemplate:
+    """A chat template with its variables, ready to render canonical messages.
+
+    Raises TargetError for a template that Jinja cannot read.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        tokenizer: PreTrainedTokenizerBase,
+        variables: dict[str, Any] | None = None,
+        system_prompt: str | None = None,
+    ) -> None:
+        variables = dict(variables or {})
+        self.text = text
+        self.default_tools: Tools = variables.pop("tools", None)
+        self.system_prompt = system_prompt
+        self.has_markers = bool(_MARKERS.search(text))
+        self._variables = {**tokenizer.special_tokens_map, **variables}
+        self.form = MessageForm()
+        self.form = self._learn_form()
+
+    def render(
+        self, messages: Sequence[Message], tools: Tools = None, generation_prompt: bool = False
+    ) -> str:
+        """The text of canonical messages. Raises RowError with the template's own message."""
+        return self._render(messages, tools, generation_prompt, markers=False)[0]
+
+    def render_with_markers(
+        self, messages: Sequence[Message], tools: Tools = None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text and the character spans of the template's own generation markers."""
+        return self._render(messages, tools, False, markers=True)
+
+    def _render(
+        self, messages: Sequence[Message], tools: Tools, generation_prompt: bool, markers: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
+        if self.system_prompt and (not messages or messages[0]["role"] != "system"):
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        shaped = [self._shape(message) for message in messages]
+        try:
+            texts, spans = render_jinja_template(
+                [shaped],
+                tools=tools or self.default_tools,
+                chat_template=self.text,
+                return_assistant_tokens_mask=markers,
+                add_generation_prompt=generation_prompt,
+                **self._variables,
+            )
+        except TemplateSyntaxError as error:
+            raise TargetError(
+                f"the chat template is not Jinja, line {error.lineno}: {error.message}"
+            ) from error
+        except _TEMPLATE_ERRORS as error:
+            raise RowError("template_error", f"the chat template says: {error}") from error
+        return texts[0], spans[0] if spans else []
+
+    def _shape(self, message: Message) -> Message:
+        """A canonical message as this template wants it."""
+        form = self.form
+        shaped = dict(message)
+        if message["role"] == "developer":
+            shaped["role"] = form.developer_role
+        if form.content == "parts":
+            shaped["content"] = [{"type": "text", "text": message["content"]}]
+        reasoning = shaped.pop("reasoning_content", None)
+        if reasoning and form.reasoning_key:
+            shaped[form.reasoning_key] = reasoning
+        if "tool_calls" in message:
+            shaped["tool_calls"] = [self._shape_call(call) for call in message["tool_calls"]]
+        return shaped
+
+    def _shape_call(self, call: dict[str, Any]) -> dict[str, Any]:
+        arguments = call["function"]["arguments"]
+        if self.form.arguments == "string":
+            given = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        else:
+            given = parse_arguments(arguments, "tool_calls")
+        return {**call, "function": {**call["function"], "arguments": given}}
+
+    def _learn_form(self) -> MessageForm:
+        """Try what the template prints; the first form that it prints whole is taken."""
+        form = MessageForm()
+        for content in ("string", "parts"):
+            if SENTINEL in self._try(replace(form, content=content), _dialogue()):
+                form = replace(form, content=content)
+                break
+        for key in ("reasoning_content", "thinking", "reasoning"):
+            thought = {"role": "assistant", "content": "a", "reasoning_content": SENTINEL}
+            if SENTINEL in self._try(replace(form, reasoning_key=key), [_user("u"), thought]):
+                form = replace(form, reasoning_key=key)
+                break
+        developer = [{"role": "developer", "content": SENTINEL}, _user("u")]
+        if SENTINEL not in self._try(form, developer) and SENTINEL in self._try(
+            replace(form, developer_role="system"), developer
+        ):
+            form = replace(form, developer_role="system")
+        return replace(form, arguments=self._learn_arguments(form))
+
+    def _learn_arguments(self, form: MessageForm) -> Literal["dict", "string", "unsupported"]:
+        arguments = {SENTINEL: "v w"}
+        call = {"type": "function", "id": "call00000"}
+        call["function"] = {"name": "f", "arguments": arguments}
+        dialogue = [_user("u"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+        text = self._try(replace(form, arguments="dict"), dialogue)
+        # Python's own spelling of a dict is no JSON: the template wanted a string.
+        if SENTINEL in text and repr(arguments) not in text:
+            return "dict"
+        text = self._try(replace(form, arguments="string"), dialogue)
+        return "string" if json.dumps(arguments) in text else "unsupported"
+
+    def _try(self, form: MessageForm, messages: list[Message]) -> str:
+        previous, self.form = self.form, form
+        try:
+            return self.render(messages)
+        except RowError:
+            return ""
+        finally:
+            self.form = previous
 
 
 def template_text(target: Target, path: str | None = None) -> str | None:
@@ -24,3 +184,22 @@ def template_text(target: Target, path: str | None = None) -> str | None:
             )
         return template["default"]
     return template
+
+
+def require_template(target: Target, path: str | None = None) -> str:
+    """Like template_text, and there must be one. Raises TargetError."""
+    text = template_text(target, path)
+    if text is None:
+        raise TargetError(
+            f"{target.folder}: the tokenizer has no chat template, so conversations cannot be put "
+            "into the target's own form: give a Jinja template in a file as `chat_template`"
+        )
+    return text
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _dialogue() -> list[Message]:
+    return [_user(SENTINEL)]

@@ -1,0 +1,90 @@
+"""What `generate` asks of an engine, the same for all of them, and the table of engines.
+
+In: prompts as token ids. Out: the answers' token ids and why they ended.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from paceline.recipe import GenerateOptions
+from paceline.target.spec import Target
+
+# Engines by name, imported only when asked for: vLLM and httpx load for those who use them.
+_ENGINES = {
+    "transformers": "paceline.answers.transformers_engine:open_engine",
+    "vllm": "paceline.extract.vllm_answers:open_engine",
+    "openai": "paceline.answers.openai_engine:open_engine",
+}
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is to be continued. `key` names it among those given at one time; `seed` is its own, so
+    that a sampled answer does not depend on what else is in the batch.
+
+    messages, tools: the same prompt as the chat API takes it, for servers that want no ids.
+    """
+
+    key: str
+    ids: list[int]
+    seed: int = 0
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are written. temperature 0: greedy. end_ids: tokens that end an answer.
+
+    num_past_end: tokens recorded past the answer's end, end of turn ignored.
+    """
+
+    max_new_tokens: int
+    end_ids: tuple[int, ...]
+    temperature: float = 0.0
+    top_p: float = 1.0
+    num_past_end: int = 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """ids: the answer's token ids, the one that ended it included, then num_past_end more.
+
+    None where the engine gives text only; then `text` holds the answer.
+    """
+
+    key: str
+    ids: list[int] | None
+    finish_reason: FinishReason
+    num_past_end: int = 0
+    text: str | None = None
+
+
+class AnswerEngine(Protocol):
+    """Continues prompts. `describe`: name, version, dtype, for the manifest."""
+
+    describe: dict[str, Any]
+
+    def answer(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        on_answer: Callable[[Answer], None],
+    ) -> None:
+        """Call on_answer once for every prompt, in any order, as soon as each is done.
+
+        Raises EngineError; answers that were handed over before stay valid.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_engine(options: GenerateOptions, target: Target) -> AnswerEngine:
+    """The engine that the options name."""
+    module_name, _, function = _ENGINES[options.engine].partition(":")
+    return getattr(importlib.import_module(module_name), function)(options, target)
