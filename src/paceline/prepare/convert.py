@@ -1,17 +1,21 @@
 """A batch of raw rows into samples and a record of what became of every row."""
 
-import dataclasses
+import os
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.contracts import HELDOUT_SPLIT, TRAIN_SPLIT, TokenSample
 from paceline.errors import DataError
+from paceline.prepare.conversation import Conversation, conversation
 from paceline.prepare.cutting import cut, has_target
+from paceline.prepare.masks import MaskedTokens, Masker
 from paceline.prepare.reading import RawRow
 from paceline.prepare.rows import (
     Identity,
     RowError,
+    TokenPiece,
     TokenRow,
     digest,
     identify,
@@ -19,10 +23,15 @@ from paceline.prepare.rows import (
     token_row,
 )
 from paceline.prepare.seen import SeenHashes
+from paceline.prepare.spans import MaskedConversation, SpanFinder
+from paceline.prepare.template import ChatTemplate, missing_template
+from paceline.prepare.tokens import TextTokenizer
 from paceline.recipe import PrepareOptions
+from paceline.target.spec import Target
 
 # Rows left out on purpose: they do not count against `max_skipped_share`.
 DELIBERATE = ("duplicate", "source_weight")
+GIVEN_IDS = "given_ids"
 
 
 @dataclass
@@ -45,15 +54,29 @@ class PartRecord:
         return dict(vars(self))
 
 
+@dataclass
+class _Pending:
+    """A row that was read: its tokens, or its texts that wait for the tokenizer, or an error."""
+
+    row: RawRow
+    row_id: str | None = None
+    content: TokenRow | Conversation | None = None
+    masked: MaskedConversation | None = None
+    error: RowError | None = None
+
+
 class Converter:
     """Turns rows into samples; remembers contents and ids seen before."""
 
-    def __init__(self, options: PrepareOptions, vocab_size: int) -> None:
+    def __init__(self, options: PrepareOptions, target: Target, template: str | None) -> None:
         self.options = options
-        self.vocab_size = vocab_size
+        self.target = target
         self.contents = SeenHashes()
         self.ids = SeenHashes()
         self.conversations = SeenHashes()
+        self._template = template
+        self._finder: SpanFinder | None = None
+        self._masker: Masker | None = None
 
     def restore(self, record: dict[str, Any]) -> None:
         """Take up the memory of a part that an earlier run published."""
@@ -64,62 +87,168 @@ class Converter:
     def convert(self, rows: list[RawRow]) -> tuple[list[TokenSample], PartRecord]:
         """Samples in the order of their rows. Raises DataError at a bad row where strict."""
         record = PartRecord(rows=len(rows))
+        pending = [self._read(row) for row in rows]
+        texts = [s for p in pending if p.masked for s in p.masked.samples]
+        masked = self.masker.mask_all(texts) if texts else iter(())
         samples: list[TokenSample] = []
-        for row in rows:
-            row_id = None
+        for entry in pending:
             try:
-                values = parse_row(row)
-                identity = identify(values, default_source=row.file.name.split(".")[0])
-                row_id = identity.id or None
-                samples.append(self._from_tokens(values, identity, record))
+                samples += self._samples(entry, masked, record)
                 record.kept += 1
             except RowError as error:
-                self._skip(row, row_id, error, record)
+                self._skip(entry, error, record)
         record.seen_contents = self.contents.take_new()
         record.seen_ids = self.ids.take_new()
         record.seen_conversations = self.conversations.take_new()
         return samples, record
 
-    def _from_tokens(
-        self, values: dict[str, Any], identity: Identity, record: PartRecord
-    ) -> TokenSample:
-        row = token_row(values, identity, self.vocab_size)
-        if row is None:
-            raise RowError("missing_key", "the row has none of the known forms' columns")
-        if not len(row.input_ids):
-            raise RowError("empty", "the row has no tokens")
-        if not has_target(row.loss_mask):
-            raise RowError("no_supervised_tokens", "no token of the row is supervised")
-        self._admit(row)
-        record.methods["given_ids"] += 1
-        return self._cut(self._named(row), record)
+    @property
+    def finder(self) -> SpanFinder:
+        """Made when the first conversation comes: rows of ids need no template."""
+        if self._finder is None:
+            if self._template is None:
+                raise missing_template(self.target)
+            tokenizer = self.target.tokenizer
+            template = ChatTemplate(
+                self._template,
+                tokenizer,
+                self.options.chat_template_kwargs,
+                self.options.system_prompt,
+            )
+            special = [token.content for token in tokenizer.added_tokens_decoder.values()]
+            ends = [tokenizer.decode([i]) for i in self.target.end_of_turn_ids]
+            self._finder = SpanFinder(template, [*special, *ends], ends)
+        return self._finder
 
-    def _admit(self, row: TokenRow) -> None:
+    @property
+    def masker(self) -> Masker:
+        if self._masker is None:
+            threads = self.options.num_workers or os.cpu_count() or 1
+            self._masker = Masker(TextTokenizer(self.target.tokenizer), threads)
+        return self._masker
+
+    def template_end_ids(self) -> list[int]:
+        """Ids of the marker with which the template ends a turn."""
+        marker = self.finder.end_marker.strip()
+        return [self.target.tokenizer.convert_tokens_to_ids(marker)] if marker else []
+
+    def close(self) -> None:
+        if self._masker is not None:
+            self._masker.close()
+
+    def _read(self, row: RawRow) -> _Pending:
+        pending = _Pending(row)
+        try:
+            values = parse_row(row)
+            identity = identify(values, default_source=row.file.name.split(".")[0])
+            pending.row_id = identity.id or None
+            pending.content = self._content(values, identity)
+            self._admit(pending.content)
+            if isinstance(pending.content, Conversation):
+                pending.masked = self.finder.find(pending.content)
+        except RowError as error:
+            pending.error = error
+        return pending
+
+    def _content(self, values: dict[str, Any], identity: Identity) -> TokenRow | Conversation:
+        content = token_row(values, identity, self.target.vocab_size)
+        content = content or conversation(values, identity)
+        if content is None:
+            raise RowError(
+                "missing_key",
+                "the row has none of messages, conversations, input_ids, response_ids, answers; "
+                f"it has {', '.join(sorted(values)) or 'nothing'}",
+            )
+        return content
+
+    def _admit(self, content: TokenRow | Conversation) -> None:
         """Refuse duplicates and rows that the source's weight leaves out."""
-        weight = self.options.source_weights.get(row.identity.source, 1.0)
-        if _unit(row.content_hash[16:24]) >= weight:
+        weight = self.options.source_weights.get(content.identity.source, 1.0)
+        if _unit(content.content_hash[16:24]) >= weight:
             raise RowError("source_weight", f"left out by the weight {weight} of its source")
-        if self.options.deduplicate and not self.contents.add(row.content_hash):
+        if self.options.deduplicate and not self.contents.add(content.content_hash):
             raise RowError("duplicate", "an earlier row has the same content")
 
-    def _named(self, row: TokenRow) -> TokenSample:
-        sample_id = row.identity.id or row.content_hash[:16]
-        if not self.ids.add(digest(sample_id.encode())):
+    def _samples(
+        self, entry: _Pending, masked: Iterator[MaskedTokens | RowError], record: PartRecord
+    ) -> list[TokenSample]:
+        """The samples of one row. Raises RowError."""
+        if entry.masked is not None:
+            results = [next(masked) for _ in entry.masked.samples]
+        if entry.error is not None:
+            raise entry.error
+        content, notes = entry.content, Counter()
+        if entry.masked is not None:
+            pieces = []
+            for result in results:
+                if isinstance(result, RowError):
+                    raise result
+                notes += result.notes
+                pieces.append(TokenPiece(result.input_ids, result.loss_mask))
+            notes += entry.masked.notes
+        else:
+            pieces = content.pieces
+        kept, num_cut, lost = self._cut_all(pieces, notes)
+        record.methods[entry.masked.method if entry.masked else GIVEN_IDS] += 1
+        record.notes += notes
+        record.cut_samples += num_cut
+        record.cut_supervised += lost
+        record.split_samples += len(kept) - 1
+        return self._named(content, kept)
+
+    def _cut_all(
+        self, pieces: list[TokenPiece], notes: Counter[str]
+    ) -> tuple[list[TokenPiece], int, int]:
+        """Pieces within max_length that teach something, how many were cut, and the supervised
+        tokens that went. Raises RowError where none is left."""
+        kept: list[TokenPiece] = []
+        num_cut = lost = 0
+        max_length = self.options.max_length
+        supervised = [piece for piece in pieces if has_target(piece.loss_mask)]
+        if not supervised:
+            raise RowError("no_supervised_tokens", "no token of the row is supervised")
+        for piece in supervised:
+            where = cut(piece.loss_mask, max_length)
+            if where is None:
+                notes["samples_too_long"] += 1
+                lost += int(piece.loss_mask.sum())
+                continue
+            removed = len(piece.input_ids) - where.num_tokens
+            num_cut += removed > 0
+            lost += where.supervised_lost
+            kept.append(_shortened(piece, where.num_tokens) if removed else piece)
+        if not kept:
+            raise RowError(
+                "too_long",
+                f"the first answer starts at token {int(supervised[0].loss_mask.argmax())}; "
+                f"max_length is {max_length}",
+            )
+        return kept, num_cut, lost
+
+    def _named(
+        self, content: TokenRow | Conversation, pieces: list[TokenPiece]
+    ) -> list[TokenSample]:
+        identity = content.identity
+        base = identity.id or content.content_hash[:16]
+        if not self.ids.add(digest(base.encode())):
             # Ids name samples in stores; the content tells apart what the data calls the same.
-            sample_id = f"{sample_id}~{row.content_hash[:8]}"
-            self.ids.add(digest(sample_id.encode()))
-        conversation_id = row.identity.conversation_id or sample_id
+            base = f"{base}~{content.content_hash[:8]}"
+            self.ids.add(digest(base.encode()))
+        conversation_id = identity.conversation_id or base
         self.conversations.add(digest(conversation_id.encode()))
-        return TokenSample(
-            sample_id=sample_id,
-            input_ids=row.input_ids,
-            loss_mask=row.loss_mask,
-            source=row.identity.source,
-            split=self._split(row.prompt_hash),
-            conversation_id=conversation_id,
-            num_past_end=row.num_past_end,
-            finished=row.finished,
-        )
+        return [
+            TokenSample(
+                sample_id=base if len(pieces) == 1 else f"{base}#{number}",
+                input_ids=piece.input_ids,
+                loss_mask=piece.loss_mask,
+                source=identity.source,
+                split=self._split(content.prompt_hash),
+                conversation_id=conversation_id,
+                num_past_end=piece.num_past_end,
+                finished=piece.finished,
+            )
+            for number, piece in enumerate(pieces, start=1)
+        ]
 
     def _split(self, prompt_hash: str) -> str:
         if self.options.split != "auto":
@@ -127,42 +256,33 @@ class Converter:
         is_heldout = _unit(prompt_hash[:8]) < self.options.heldout_share
         return HELDOUT_SPLIT if is_heldout else TRAIN_SPLIT
 
-    def _cut(self, sample: TokenSample, record: PartRecord) -> TokenSample:
-        where = cut(sample.loss_mask, self.options.max_length)
-        if where is None:
-            first = int(sample.loss_mask.argmax())
-            raise RowError(
-                "too_long",
-                f"the first answer starts at token {first} of {sample.num_tokens}; "
-                f"max_length is {self.options.max_length}",
-            )
-        removed = sample.num_tokens - where.num_tokens
-        if not removed:
-            return sample
-        record.cut_samples += 1
-        record.cut_supervised += where.supervised_lost
-        return dataclasses.replace(
-            sample,
-            input_ids=sample.input_ids[: where.num_tokens],
-            loss_mask=sample.loss_mask[: where.num_tokens],
-            num_past_end=max(sample.num_past_end - removed, 0),
-        )
-
-    def _skip(self, row: RawRow, row_id: str | None, error: RowError, record: PartRecord) -> None:
+    def _skip(self, entry: _Pending, error: RowError, record: PartRecord) -> None:
+        row = entry.row
         if self.options.strict and error.reason not in DELIBERATE:
             raise DataError(
-                f"{row.file}, row {row.number}{f' (id {row_id})' if row_id else ''}: "
+                f"{row.file}, row {row.number}"
+                f"{f' (id {entry.row_id})' if entry.row_id else ''}: "
                 f"{error.reason}: {error} (strict: no row may be skipped)"
             ) from error
         record.skipped.append(
             {
                 "file": str(row.file),
                 "row": row.number,
-                "id": row_id,
+                "id": entry.row_id,
                 "reason": error.reason,
                 "detail": str(error),
             }
         )
+
+
+def _shortened(piece: TokenPiece, num_tokens: int) -> TokenPiece:
+    removed = len(piece.input_ids) - num_tokens
+    return TokenPiece(
+        piece.input_ids[:num_tokens],
+        piece.loss_mask[:num_tokens],
+        max(piece.num_past_end - removed, 0),
+        piece.finished if removed <= piece.num_past_end else False,
+    )
 
 
 def _unit(hex_digits: str) -> float:

@@ -35,14 +35,21 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class TokenRow:
-    """A row that brings its token ids: input_ids int32 [T], loss_mask bool [T]."""
+class TokenPiece:
+    """One sample's tokens: input_ids int32 [T], loss_mask bool [T]."""
 
-    identity: Identity
     input_ids: np.ndarray
     loss_mask: np.ndarray
-    num_past_end: int
-    finished: bool | None
+    num_past_end: int = 0
+    finished: bool | None = None
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """A row that brings its token ids."""
+
+    identity: Identity
+    pieces: list[TokenPiece]
     content_hash: str
     prompt_hash: str
 
@@ -81,31 +88,69 @@ def identify(row: dict[str, Any], default_source: str) -> Identity:
 
 def token_row(row: dict[str, Any], identity: Identity, vocab_size: int) -> TokenRow | None:
     """The row's exact token ids, None where it has none. Raises RowError."""
-    if "response_ids" in row:
-        prompt = _ids(row, "prompt_ids", vocab_size)
-        response = _ids(row, "response_ids", vocab_size)
-        num_past_end = row.get("num_past_end", 0)
-        if not isinstance(num_past_end, int) or not 0 <= num_past_end <= len(response):
-            raise RowError(
-                "bad_field", f"num_past_end is {num_past_end!r} of {len(response)} response_ids"
-            )
-        mask = np.zeros(len(prompt) + len(response), bool)
-        mask[len(prompt) : len(mask) - num_past_end] = True
-        ids = np.concatenate([prompt, response])
+    if row.get("answers") is not None:
+        answers = decoded(row["answers"])
+        if not isinstance(answers, list) or not all(isinstance(a, dict) for a in answers):
+            raise RowError("bad_field", "answers is not a list of objects")
+        pieces = _joined([_answer(answer, vocab_size) for answer in answers])
+    elif "response_ids" in row:
+        pieces = [_answer(row, vocab_size)]
     elif "input_ids" in row:
         ids = _ids(row, "input_ids", vocab_size)
-        mask = _mask(row, len(ids))
-        num_past_end = 0
+        pieces = [TokenPiece(ids, _mask(row, len(ids)), finished=_finished(row))]
     else:
         return None
+    pieces = [piece for piece in pieces if len(piece.input_ids)]
+    if not pieces:
+        raise RowError("empty", "the row has no tokens")
+    first = pieces[0]
+    prompt = first.input_ids[: int(np.argmax(first.loss_mask))]
+    return TokenRow(
+        identity,
+        pieces,
+        digest(*(p.input_ids.tobytes() + p.loss_mask.tobytes() for p in pieces)),
+        digest((prompt if len(prompt) else first.input_ids).tobytes()),
+    )
+
+
+def _answer(row: dict[str, Any], vocab_size: int) -> TokenPiece:
+    prompt = _ids(row, "prompt_ids", vocab_size)
+    response = _ids(row, "response_ids", vocab_size)
+    num_past_end = row.get("num_past_end", 0)
+    if not isinstance(num_past_end, int) or not 0 <= num_past_end <= len(response):
+        raise RowError(
+            "bad_field", f"num_past_end is {num_past_end!r} of {len(response)} response_ids"
+        )
+    mask = np.zeros(len(prompt) + len(response), bool)
+    mask[len(prompt) : len(mask) - num_past_end] = True
+    return TokenPiece(np.concatenate([prompt, response]), mask, num_past_end, _finished(row))
+
+
+def _joined(pieces: list[TokenPiece]) -> list[TokenPiece]:
+    """Answers of one conversation as few samples: one that is the next one's context joins it."""
+    joined: list[TokenPiece] = []
+    for piece in pieces:
+        before = joined[-1] if joined else None
+        if before is not None and not before.num_past_end and _begins_with(piece, before):
+            mask = piece.loss_mask.copy()
+            mask[: len(before.loss_mask)] |= before.loss_mask
+            joined[-1] = TokenPiece(piece.input_ids, mask, piece.num_past_end, piece.finished)
+        else:
+            joined.append(piece)
+    return joined
+
+
+def _begins_with(piece: TokenPiece, before: TokenPiece) -> bool:
+    return np.array_equal(piece.input_ids[: len(before.input_ids)], before.input_ids)
+
+
+def _finished(row: dict[str, Any]) -> bool | None:
+    if "finish_reason" in row and "finished" not in row:
+        return row["finish_reason"] == "stop"
     finished = row.get("finished")
     if finished is not None and not isinstance(finished, bool):
         raise RowError("bad_field", f"finished is {finished!r}, not true or false")
-    first_prompt = ids[: int(np.argmax(mask))] if mask.any() else ids
-    content_hash = digest(ids.tobytes(), mask.tobytes())
-    return TokenRow(
-        identity, ids, mask, num_past_end, finished, content_hash, digest(first_prompt.tobytes())
-    )
+    return finished
 
 
 def _ids(row: dict[str, Any], name: str, vocab_size: int) -> np.ndarray:

@@ -15,7 +15,7 @@ from paceline import fingerprint
 from paceline.artefact import StageFolder, open_stage
 from paceline.dataset import list_parts, read_record, write_part
 from paceline.errors import DataError, UsageError
-from paceline.prepare.convert import DELIBERATE, Converter
+from paceline.prepare.convert import DELIBERATE, GIVEN_IDS, Converter
 from paceline.prepare.reading import RawRow, count_rows, find_files, read_rows
 from paceline.prepare.summary import (
     COUNTS_FILE,
@@ -58,8 +58,11 @@ def run(options: PrepareOptions) -> dict[str, Any]:
     with open_stage(options.out, "prepare", inputs, identity, options.overwrite) as folder:
         if folder.done:
             return folder.result
-        converter = Converter(options, target.vocab_size)
-        _convert_all(options, files, converter, folder)
+        converter = Converter(options, target, template)
+        try:
+            _convert_all(options, files, converter, folder)
+        finally:
+            converter.close()
         return _finish(options, target, converter, folder)
 
 
@@ -138,20 +141,23 @@ def _finish(
     require_usable(totals, folder.path)
     _check_share(options, totals.num_bad, totals.rows, folder.path)
     write_counts(folder.path, totals)
-    result = _result(options, target, totals, len(converter.conversations))
+    result = _result(options, target, totals, converter)
     return folder.finish(result, totals.content)
 
 
 def _result(
-    options: PrepareOptions, target: Target, totals: Totals, num_conversations: int
+    options: PrepareOptions, target: Target, totals: Totals, converter: Converter
 ) -> dict[str, Any]:
+    end_ids = set(target.end_of_turn_ids)
+    if set(totals.methods) - {GIVEN_IDS}:
+        end_ids.update(converter.template_end_ids())
     splits = {name: _amounts(counter) for name, counter in totals.splits.items()}
     return {
         "target": asdict(target.reference),
         "rows": totals.rows,
         "rows_kept": totals.kept,
         "skipped": dict(totals.skipped.most_common()),
-        "conversations": num_conversations,
+        "conversations": len(converter.conversations),
         "samples": sum(split["samples"] for split in splits.values()),
         "tokens": sum(split["tokens"] for split in splits.values()),
         "supervised_tokens": sum(split["supervised"] for split in splits.values()),
@@ -167,7 +173,8 @@ def _result(
         "cut": totals.cut_samples,
         "cut_supervised_tokens": totals.cut_supervised,
         "chat_template_kwargs": options.chat_template_kwargs,
-        "end_of_turn_ids": list(target.end_of_turn_ids),
+        "system_prompt": options.system_prompt,
+        "end_of_turn_ids": sorted(end_ids),
         "num_real_tokens": target.num_real_tokens,
         "vocab_size": target.vocab_size,
         "supervised_token_counts_file": COUNTS_FILE,

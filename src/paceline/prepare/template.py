@@ -190,11 +190,15 @@ def require_template(target: Target, path: str | None = None) -> str:
     """Like template_text, and there must be one. Raises TargetError."""
     text = template_text(target, path)
     if text is None:
-        raise TargetError(
-            f"{target.folder}: the tokenizer has no chat template, so conversations cannot be put "
-            "into the target's own form: give a Jinja template in a file as `chat_template`"
-        )
+        raise missing_template(target)
     return text
+
+
+def missing_template(target: Target) -> TargetError:
+    return TargetError(
+        f"{target.folder}: the tokenizer has no chat template, so conversations cannot be put "
+        "into the target's own form: give a Jinja template in a file as `chat_template`"
+    )
 
 
 def _user(text: str) -> Message:

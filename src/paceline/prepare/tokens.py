@@ -52,6 +52,13 @@ class TextTokenizer:
             [int(i) for i in ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
+    def decode_all(self, pieces: Sequence[np.ndarray]) -> list[str]:
+        """Like decode, for many."""
+        if self._backend is None:
+            return [self.decode(piece) for piece in pieces]
+        lists = [piece.tolist() for piece in pieces]
+        return self._backend.decode_batch(lists, skip_special_tokens=False)
+
     def _encode_slowly(self, text: str) -> "_SlowEncoded":
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         prefix = missing_begin(ids, self.begin_ids)
