@@ -1,0 +1,76 @@
+"""A draft on disk: `draft.json` (its shape) and `draft.safetensors` (its own weights).
+
+The embedding is the target's and is not stored where it is shared; it is loaded from the target.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save
+
+from paceline.artefact import write_atomically, write_json
+from paceline.draft.config import DraftConfig
+from paceline.draft.model import Draft
+from paceline.errors import TrainingError
+from paceline.target.model import load_embedding
+from paceline.target.spec import Target
+
+CONFIG_FILE = "draft.json"
+WEIGHTS_FILE = "draft.safetensors"
+_EMBEDDING = "embed_tokens.weight"
+
+
+def draft_tensors(draft: Draft) -> dict[str, torch.Tensor]:
+    """The draft's own tensors, on the CPU; a shared embedding left out."""
+    return {
+        name: tensor.detach().cpu().contiguous()
+        for name, tensor in draft.state_dict().items()
+        if name != _EMBEDDING or not draft.config.shares_embedding
+    }
+
+
+def save_draft(folder: Path, draft: Draft) -> None:
+    """Write the draft's shape and weights; each file appears whole or not at all."""
+    write_json(folder / CONFIG_FILE, draft.config.to_dict())
+    write_atomically(folder / WEIGHTS_FILE, save(draft_tensors(draft)))
+
+
+def load_draft(folder: Path, target: Target, dtype: torch.dtype = torch.float32) -> Draft:
+    """The draft of a folder with the target's embedding, in eval mode.
+
+    Raises TrainingError that lists missing and unexpected tensors together.
+    """
+    config = DraftConfig.from_dict(json.loads((folder / CONFIG_FILE).read_text()))
+    tensors = load_file(folder / WEIGHTS_FILE)
+    if config.shares_embedding:
+        tensors[_EMBEDDING] = load_embedding(target, dtype)
+    return build_draft(config, tensors, dtype, str(folder))
+
+
+def build_draft(
+    config: DraftConfig, tensors: dict[str, torch.Tensor], dtype: torch.dtype, where: str
+) -> Draft:
+    """A draft from exactly the tensors that its shape asks for; d2t and t2d keep their dtypes."""
+    with torch.device("meta"):
+        draft = Draft(config)
+    wanted = draft.state_dict()
+    missing, unexpected = sorted(wanted.keys() - tensors), sorted(tensors.keys() - wanted.keys())
+    shapes = [
+        f"{name} is {list(tensors[name].shape)}, not {list(wanted[name].shape)}"
+        for name in wanted.keys() & tensors.keys()
+        if tensors[name].shape != wanted[name].shape
+    ]
+    if missing or unexpected or shapes:
+        raise TrainingError(
+            f"{where}: tensors do not fit the draft's shape: missing {missing or 'none'}, "
+            f"unexpected {unexpected or 'none'}, wrong shapes {shapes or 'none'}"
+        )
+    converted = {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
+    draft.load_state_dict(converted, assign=True)
+    draft.rotary = type(draft.rotary)(config)
+    draft.embed_tokens.requires_grad_(not config.shares_embedding)
+    return draft.eval()

@@ -1,0 +1,135 @@
+"""The shape of a draft: what its weights mean, and what a server must be told of it."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from paceline.errors import TrainingError
+from paceline.recipe import DraftOptions
+
+AUX_NORMS = ("rms", "static", "none")
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """Legend: E hidden_size, D target_hidden_size, V vocab_size, W draft_vocab_size.
+
+    rope: transformers-5 form, `rope_theta` and `rope_type` and the scaling's own keys.
+    aux_layers: hidden-state indices k. aux_norm: `rms` a trained RMSNorm per auxiliary state,
+    `static` a fixed scale per state, `none`. norm_output: the normed state, not the residual
+    stream, is fed to the next step (EAGLE-3.1).
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    num_layers: int
+    target_hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    aux_layers: tuple[int, ...]
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: dict[str, Any] = field(default_factory=dict)
+    hidden_act: str = "silu"
+    qk_norm: bool = False
+    aux_norm: str = "rms"
+    norm_output: bool = False
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.num_attention_heads % self.num_key_value_heads:
+            problems.append(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
+        if self.aux_norm not in AUX_NORMS:
+            problems.append(f"aux_norm {self.aux_norm!r} is none of {AUX_NORMS}")
+        if self.draft_vocab_size > self.vocab_size:
+            problems.append(
+                f"draft_vocab_size {self.draft_vocab_size} is above vocab_size {self.vocab_size}"
+            )
+        if problems:
+            raise TrainingError("draft: " + "; ".join(problems))
+
+    @property
+    def num_aux(self) -> int:
+        return len(self.aux_layers)
+
+    @property
+    def shares_embedding(self) -> bool:
+        """The target's embedding fits only a draft of the target's width."""
+        return self.hidden_size == self.target_hidden_size
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "DraftConfig":
+        return cls(**{**values, "aux_layers": tuple(values["aux_layers"])})
+
+
+def rope_of(config: PretrainedConfig | dict[str, Any]) -> dict[str, Any]:
+    """A config's rotary parameters in transformers-5 form, from either spelling.
+
+    transformers 5 keeps `rope_parameters` (theta inside); transformers 4 keeps `rope_theta` and
+    `rope_scaling` beside it. Nothing falls back to a default theta: without one it is an error.
+    """
+    values = config if isinstance(config, dict) else config.to_dict()
+    rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    if "type" in rope:
+        rope.setdefault("rope_type", rope.pop("type"))
+    rope.setdefault("rope_type", "default")
+    if "rope_theta" not in rope:
+        if values.get("rope_theta") is None:
+            raise TrainingError(
+                "the config has no rope_theta, neither alone nor in rope_parameters"
+            )
+        rope["rope_theta"] = values["rope_theta"]
+    return rope
+
+
+def draft_config(
+    options: DraftOptions,
+    text_config: PretrainedConfig,
+    aux_layers: tuple[int, ...],
+    draft_vocab_size: int,
+) -> DraftConfig:
+    """The draft that the options ask for, with what they leave out taken from the target.
+
+    Head width and rotary parameters of an MLA target (DeepSeek, Kimi) do not fit a llama-style
+    layer; the draft then gets heads of 128 and the target's plain rotary theta.
+    """
+    values = text_config.to_dict()
+    hidden = options.hidden_size or values["hidden_size"]
+    is_mla = values.get("kv_lora_rank") is not None
+    rope = rope_of(values)
+    if is_mla:
+        head_dim = options.head_dim or 128
+        heads = options.num_attention_heads or max(1, hidden // head_dim)
+        kv_heads = options.num_key_value_heads or heads
+    else:
+        heads = options.num_attention_heads or values["num_attention_heads"]
+        kv_heads = options.num_key_value_heads or values.get("num_key_value_heads") or heads
+        head_dim = options.head_dim or values.get("head_dim") or hidden // heads
+    return DraftConfig(
+        hidden_size=hidden,
+        intermediate_size=options.intermediate_size or values["intermediate_size"],
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        num_layers=options.num_layers,
+        target_hidden_size=values["hidden_size"],
+        vocab_size=values["vocab_size"],
+        draft_vocab_size=draft_vocab_size,
+        aux_layers=tuple(aux_layers),
+        rms_norm_eps=values.get("rms_norm_eps") or 1e-5,
+        max_position_embeddings=values["max_position_embeddings"],
+        rope=rope,
+        qk_norm=options.qk_norm,
+        aux_norm=options.aux_norm,
+        norm_output=options.norm_output,
+    )

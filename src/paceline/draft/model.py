@@ -1,0 +1,153 @@
+"""The weights of an EAGLE-3 draft and the arithmetic of one row; steps are in `unroll`.
+
+Legend: R rows, A auxiliary states, D target width, E draft width, H / G query / key heads,
+K head width, V target vocabulary, W draft vocabulary.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+
+from paceline.draft.config import DraftConfig
+from paceline.draft.rope import Rotary, rotate
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
+
+
+class Attention(nn.Module):
+    """Projections of one attention; the mixing itself is `ops.attention`."""
+
+    def __init__(self, config: DraftConfig, input_size: int) -> None:
+        super().__init__()
+        self.num_heads, self.num_groups = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.head_dim
+        width, kv_width = self.num_heads * self.head_dim, self.num_groups * self.head_dim
+        self.q_proj = nn.Linear(input_size, width, bias=False)
+        self.k_proj = nn.Linear(input_size, kv_width, bias=False)
+        self.v_proj = nn.Linear(input_size, kv_width, bias=False)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def queries(self, z: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """z [R, inputs] -> rotated queries [R, H, K]."""
+        q = self.q_proj(z).view(len(z), self.num_heads, self.head_dim)
+        return rotate(q if self.q_norm is None else self.q_norm(q), cos, sin)
+
+    def keys_values(
+        self, z: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """z [R, inputs] -> rotated keys and values, [R, G, K] each."""
+        k = self.k_proj(z).view(len(z), self.num_groups, self.head_dim)
+        v = self.v_proj(z).view(len(z), self.num_groups, self.head_dim)
+        return rotate(k if self.k_norm is None else self.k_norm(k), cos, sin), v
+
+
+class MLP(nn.Module):
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    """One decoder layer. The first reads [norm(embedding), norm(state)]; the residual is the
+    un-normed state. Later ones read norm(state), as any llama layer."""
+
+    def __init__(self, config: DraftConfig, first: bool) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if first else None
+        self.self_attn = Attention(config, config.hidden_size * (2 if first else 1))
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def attention_input(self, embedding_RE: torch.Tensor, state_RE: torch.Tensor) -> torch.Tensor:
+        """[R, 2E] for the first layer, [R, E] for later ones (which do not read the embedding)."""
+        if self.hidden_norm is None:
+            return self.input_layernorm(state_RE)
+        return torch.cat([self.input_layernorm(embedding_RE), self.hidden_norm(state_RE)], -1)
+
+    def finish(self, state_RE: torch.Tensor, mixed_RHK: torch.Tensor) -> torch.Tensor:
+        """Residual stream after attention output and MLP, [R, E]."""
+        state_RE = state_RE + self.self_attn.o_proj(mixed_RHK.flatten(1))
+        return state_RE + self.mlp(self.post_attention_layernorm(state_RE))
+
+
+class AuxNorm(nn.Module):
+    """The norm in front of `fc`: one RMSNorm, one fixed scale, or nothing per auxiliary state."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.kind = config.aux_norm
+        if self.kind == "rms":
+            self.norms = nn.ModuleList(
+                RMSNorm(config.target_hidden_size, config.rms_norm_eps)
+                for _ in range(config.num_aux)
+            )
+        elif self.kind == "static":
+            # Multiplied in; measured on the data, frozen, folded into `fc` at export.
+            self.register_buffer("scale", torch.ones(config.num_aux))
+
+    def forward(self, aux_RAD: torch.Tensor) -> torch.Tensor:
+        if self.kind == "rms":
+            return torch.cat([norm(aux_RAD[:, a]) for a, norm in enumerate(self.norms)], -1)
+        if self.kind == "static":
+            aux_RAD = aux_RAD * self.scale.to(aux_RAD.dtype)[:, None]
+        return aux_RAD.flatten(1)
+
+
+class Draft(nn.Module):
+    """An EAGLE-3 draft: fusion of the auxiliary states, decoder layers, own norm and head.
+
+    embed_tokens [V, E] is the target's, frozen, where the widths agree. d2t int64 [W] holds
+    offsets: target id = draft id + d2t[draft id]; t2d bool [V] marks the ids it can say.
+    """
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.hidden_size
+        self.aux_norm = AuxNorm(config)
+        self.fc = nn.Linear(config.num_aux * config.target_hidden_size, width, bias=False)
+        self.layers = nn.ModuleList(DraftLayer(config, i == 0) for i in range(config.num_layers))
+        self.norm = RMSNorm(width, config.rms_norm_eps)
+        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        self.embed_tokens.requires_grad_(not config.shares_embedding)
+        self.rotary = Rotary(config)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+
+    def fuse(self, aux_RAD: torch.Tensor) -> torch.Tensor:
+        """Auxiliary states [R, A, D] -> the state that step 0 starts from, [R, E]."""
+        return self.fc(self.aux_norm(aux_RAD.to(self.fc.weight.dtype)))
+
+    def embed(self, ids_R: torch.Tensor) -> torch.Tensor:
+        """Embeddings [R, E] in the dtype of the arithmetic, whatever they are kept in."""
+        return self.embed_tokens(ids_R).to(self.fc.weight.dtype)
+
+    def logits(self, state_RE: torch.Tensor) -> torch.Tensor:
+        """Residual stream -> logits over the draft vocabulary [R, W]."""
+        return self.lm_head(self.norm(state_RE))
+
+    def target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        return draft_ids + self.d2t[draft_ids]
+
+    def propose(self, state_RE: torch.Tensor) -> torch.Tensor:
+        """The greedy next token of each row, as target ids int64 [R]."""
+        return self.target_ids(self.logits(state_RE).argmax(-1))

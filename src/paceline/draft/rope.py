@@ -1,0 +1,53 @@
+"""Rotary positions, by transformers' own scaling rules, for any positions at any step."""
+
+import torch
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from paceline.draft.config import DraftConfig
+
+
+def llama_config(config: DraftConfig) -> LlamaConfig:
+    """The draft as a transformers config, rope in the spelling that this transformers reads."""
+    rope = dict(config.rope)
+    common = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "num_hidden_layers": config.num_layers,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "hidden_act": config.hidden_act,
+        "tie_word_embeddings": False,
+    }
+    if hasattr(LlamaConfig(), "rope_parameters"):
+        return LlamaConfig(**common, rope_parameters=rope)
+    theta = rope.pop("rope_theta")
+    scaling = rope if rope.get("rope_type", "default") != "default" else None
+    return LlamaConfig(**common, rope_theta=theta, rope_scaling=scaling)
+
+
+class Rotary(nn.Module):
+    """cos and sin for given positions; applies the half-split rotation of llama."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        source = LlamaRotaryEmbedding(llama_config(config))
+        self.scaling: float = source.attention_scaling
+        self.register_buffer("inv_freq", source.inv_freq.float().clone(), persistent=False)
+
+    def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """positions [R] -> cos, sin [R, 1, K / 2]."""
+        angles = positions.float()[:, None] * self.inv_freq
+        cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
+        return cos.to(dtype)[:, None], sin.to(dtype)[:, None]
+
+
+def rotate(x_RHK: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the pair (x[i], x[i + K / 2]) by its angle."""
+    a, b = x_RHK.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)

@@ -1,0 +1,1 @@
+"""Kernels and the one place that chooses between them; each stands beside its plain-torch twin."""
