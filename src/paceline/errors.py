@@ -1,4 +1,4 @@
-"""Every error that paceline raises on purpose. Raised low, turned into an exit code once, by `cli/`.
+"""Every error that paceline raises on purpose: raised low, made an exit code once, by `cli/`.
 
 A message says what was wrong, where (file, row, sample id, layer) and what to do next.
 """
@@ -11,7 +11,7 @@ class PacelineError(Exception):
 
 
 class UsageError(PacelineError):
-    """The request itself is wrong: an unknown option, options that exclude each other, a missing file."""
+    """The request itself is wrong: an unknown option, a missing file, options at odds."""
 
     exit_code = 2
 

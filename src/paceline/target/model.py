@@ -105,6 +105,7 @@ class TeacherHead(nn.Module):
         _materialise(norm, names[id(norm)], target, dtype)
         _materialise(head, embedding_name if tied else names[id(head)], target, dtype, rows)
         _replace(shell, names[id(_outermost_base(shell))], _NormOnly(norm))
+        self.norm = norm
         self.head = head
         self.model = shell.to(device).eval().requires_grad_(False)
 
@@ -153,12 +154,3 @@ def _materialise(
 def _replace(root: nn.Module, name: str, module: nn.Module) -> None:
     *parents, leaf = name.split(".")
     setattr(root.get_submodule(".".join(parents)), leaf, module)
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """'float32' -> torch.float32."""
-    return getattr(torch, name)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

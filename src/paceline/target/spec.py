@@ -119,6 +119,10 @@ class Target:
             dtype = getattr(torch, dtype)
         return dtype or torch.float32
 
+    def layer_tensors(self, index: int) -> dict[str, torch.Tensor]:
+        """The tensors of decoder layer `index` by their names inside the layer."""
+        return self.weights.load_layer(index)
+
     def _generation_config(self) -> dict[str, Any]:
         path = self.folder / "generation_config.json"
         return json.loads(path.read_text()) if path.is_file() else {}

@@ -55,18 +55,31 @@ class Weights:
         ]
         if len(found) != 1:
             raise TargetError(
-                f"{self.folder}: cannot tell which tensor is {name!r}; candidates: {found or 'none'}"
+                f"{self.folder}: cannot tell which tensor is {name!r}; "
+                f"candidates: {found or 'none'}"
             )
         return found[0]
 
     def load(self, name: str) -> torch.Tensor:
         """One tensor, on the CPU, in its stored dtype."""
-        key = self.find(name)
+        return self._read(self.find(name))
+
+    def _read(self, key: str) -> torch.Tensor:
         path = self._file_of[key]
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
                 return file.get_tensor(key)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)[key]
+
+    def load_layer(self, index: int) -> dict[str, torch.Tensor]:
+        """Tensors of one decoder layer by their names inside it; empty where layers are not
+        numbered `layers.N.`. Towers of wrapped models are left out."""
+        marker = f".layers.{index}."
+        return {
+            key.split(marker, 1)[1]: self._read(key)
+            for key in self._file_of
+            if marker in key and not _is_of_tower(key)
+        }
 
     def fingerprint(self) -> str:
         return fingerprint.of_files(self.files)
@@ -84,5 +97,8 @@ class Weights:
 
 
 def _is_inside_layer_or_tower(key: str) -> bool:
-    towers = ("vision", "visual", "audio", "mm_projector", "image", "mtp")
-    return ".layers." in key or ".h." in key or any(tower in key for tower in towers)
+    return ".layers." in key or ".h." in key or _is_of_tower(key)
+
+
+def _is_of_tower(key: str) -> bool:
+    return any(tower in key for tower in ("vision", "visual", "audio", "projector", "image", "mtp"))

@@ -1,0 +1,65 @@
+"""Checks on every captured sample. Legend: R aux rows, A layers, D width, M supervised rows."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from paceline.contracts import LayerPlan, TokenSample
+
+# How far outside the probe's range a layer's RMS may lie before it is flagged.
+_RMS_SLACK = 4.0
+
+
+@dataclass(frozen=True)
+class Guards:
+    """plan: the layers captured. rms_ranges: for each k of plan.all the lowest and highest RMS of a
+    row seen in the probe, first tokens apart (massive activations sit there); empty before it."""
+
+    plan: LayerPlan
+    hidden_size: int
+    rms_ranges: tuple[tuple[float, float], ...] = ()
+
+    def fault(self, sample: TokenSample, aux: torch.Tensor, last: torch.Tensor) -> str | None:
+        """Why a sample must not be stored, or None."""
+        rows, wanted = sample.num_aux_rows, sample.num_supervised
+        if aux.ndim != 3 or len(aux) < rows or tuple(aux.shape[1:]) != self._aux_shape:
+            return f"aux states are {list(aux.shape)}, not [>= {rows}, {list(self._aux_shape)}]"
+        if tuple(last.shape) != (wanted, self.hidden_size):
+            return f"last states are {list(last.shape)}, not [{wanted}, {self.hidden_size}]"
+        for k, states in self._by_layer(aux[:rows], last):
+            # One sum tells of NaN and infinity in any element without a mask of all of them.
+            if not math.isfinite(float(states.float().abs().sum(dtype=torch.float64))):
+                return f"states of layer k = {k} are not finite"
+            if len(states) and not bool(states.any(-1).all()):
+                return f"layer k = {k} has an all-zero row"
+        return None
+
+    def flags(self, aux: torch.Tensor, last: torch.Tensor) -> list[str]:
+        """What looks odd without being wrong: a layer's RMS far outside the probe's range."""
+        found = []
+        for (k, states), (low, high) in zip(
+            self._by_layer(aux[1:], last[1:]), self.rms_ranges, strict=False
+        ):
+            if not len(states):
+                continue
+            rms = row_rms(states)
+            lowest, highest = float(rms.min()), float(rms.max())
+            if lowest < low / _RMS_SLACK or highest > high * _RMS_SLACK:
+                found.append(
+                    f"k = {k}: RMS {lowest:.3g} to {highest:.3g}, probe {low:.3g} to {high:.3g}"
+                )
+        return found
+
+    @property
+    def _aux_shape(self) -> tuple[int, int]:
+        return len(self.plan.aux), self.hidden_size
+
+    def _by_layer(self, aux: torch.Tensor, last: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        layers = [(k, aux[:, i]) for i, k in enumerate(self.plan.aux)]
+        return [*layers, (self.plan.last, last)]
+
+
+def row_rms(states: torch.Tensor) -> torch.Tensor:
+    """Root mean square of each row, float32: [R, D] -> [R]."""
+    return states.float().pow(2).mean(-1).sqrt()

@@ -1,0 +1,213 @@
+"""The probe: before bulk work a few prompts show whether the engine's states are right.
+
+Two independent looks: the engine against itself (its greedy tokens against head(norm(last))) and
+the engine against a plain transformers forward (an engine can agree with itself and still run a
+wrong target). Legend: R rows, A layers, D width.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.artefact import open_stage
+from paceline.contracts import TokenSample
+from paceline.errors import ProbeFailure
+from paceline.extract.engine import Engine
+from paceline.extract.guards import Guards, row_rms
+from paceline.extract.sink import QUARANTINE_PATTERN, Destination, read_lines
+from paceline.store import Store, StoreSpec, published_ids
+from paceline.target.model import TeacherHead, final_norm_of, load_model
+from paceline.target.spec import Target
+
+logger = logging.getLogger(__name__)
+
+MIN_GREEDY_ROWS = 64
+_MAX_PROMPT_TOKENS = 256
+
+# Bounds on |captured - reference| / |reference| of a row: (median, 99th percentile, maximum).
+# float32 engines differ by at most 1.2e-4 and bfloat16 ones by some percent; a row shifted by one
+# position is off by at least 0.13.
+_REFERENCE_BOUNDS = {
+    "float32": (5e-5, 5e-4, 5e-4),
+    "bfloat16": (0.03, 0.08, math.inf),
+    "float16": (0.01, 0.03, math.inf),
+}
+# A logit may be this many units in the last place below the largest. In half precision the greedy
+# pass and the captured one run in other shapes, so a few close calls may fall the other way.
+_GREEDY_ULPS = 2.0
+_GREEDY_SHARE = {"float32": 1.0, "bfloat16": 0.95, "float16": 0.95}
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What the probe saw; part of the manifest. errors: per k the row-relative error to the plain
+    forward, None where that comparison was waived."""
+
+    num_rows: int
+    num_greedy_rows: int
+    num_greedy_agree: int
+    errors: dict[str, dict[str, float]] | None
+    rms_ranges: tuple[tuple[float, float], ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def run_probe(
+    engine: Engine,
+    target: Target,
+    spec: StoreSpec,
+    prompts: Sequence[np.ndarray],
+    scratch: Path,
+    compare: bool = True,
+) -> ProbeResult:
+    """Run prompts through the engine and check what it captured; ProbeFailure names the layer.
+
+    prompts: int32 arrays. scratch: an empty folder for the probe's own shards. compare: also
+    against a plain transformers forward of the same weights and dtype.
+    """
+    num_new = math.ceil(MIN_GREEDY_ROWS / len(prompts))
+    answers = engine.greedy(prompts, num_new)
+    samples = [
+        _probe_sample(i, p, a) for i, (p, a) in enumerate(zip(prompts, answers, strict=True))
+    ]
+    captured = _capture(engine, spec, samples, scratch)
+    agree, rows = _check_greedy(target, spec, samples, captured)
+    errors = _check_reference(target, spec, samples, captured) if compare else None
+    return ProbeResult(
+        num_rows=sum(sample.num_aux_rows for sample in samples),
+        num_greedy_rows=rows,
+        num_greedy_agree=agree,
+        errors=errors,
+        rms_ranges=_rms_ranges(captured),
+    )
+
+
+def choose_prompts(samples: Sequence[TokenSample], count: int) -> list[np.ndarray]:
+    """Beginnings of samples, spread over them: up to the first supervised token, at most 256."""
+    chosen = samples[:: max(1, len(samples) // count)][:count]
+    prompts = []
+    for sample in chosen:
+        first = int(np.flatnonzero(sample.loss_mask)[0])
+        prompts.append(sample.input_ids[: min(max(first, 1), _MAX_PROMPT_TOKENS)])
+    return prompts
+
+
+def _probe_sample(number: int, prompt: np.ndarray, answer: Sequence[int]) -> TokenSample:
+    """Prompt and answer; "supervised" are the rows whose next token the engine chose itself."""
+    ids = np.concatenate([prompt, np.asarray(answer, np.int32)]).astype(np.int32)
+    mask = np.zeros(len(ids), bool)
+    mask[len(prompt) - 1 : len(ids) - 1] = True
+    return TokenSample(sample_id=f"probe-{number}", input_ids=ids, loss_mask=mask)
+
+
+@dataclass(frozen=True)
+class _Captured:
+    aux: torch.Tensor  # [R, A, D]
+    last: torch.Tensor  # [M, D]
+
+
+def _capture(
+    engine: Engine, spec: StoreSpec, samples: list[TokenSample], scratch: Path
+) -> list[_Captured]:
+    """Through the engine, the guards, a shard and back: the whole way that bulk work takes."""
+    destination = Destination(scratch, spec, Guards(spec.layers, spec.hidden_size))
+    with open_stage(scratch, "extract", inputs={}, options={}):
+        engine.capture(samples, spec.layers, destination, lambda _: None)
+    rejected = read_lines(scratch, QUARANTINE_PATTERN)
+    if rejected:
+        raise ProbeFailure(
+            f"probe: {rejected[0]['sample_id']} was refused: {rejected[0]['reason']}"
+        )
+    missing = {s.sample_id for s in samples} - published_ids(scratch)
+    if missing:
+        raise ProbeFailure(f"probe: the engine gave nothing for {', '.join(sorted(missing))}")
+    store = Store(scratch, unfinished=True)
+    stored = [store.read(store.records.find(s.sample_id)) for s in samples]
+    return [_Captured(s.aux.clone(), s.last.clone()) for s in stored]
+
+
+def _check_greedy(
+    target: Target, spec: StoreSpec, samples: list[TokenSample], captured: list[_Captured]
+) -> tuple[int, int]:
+    dtype = getattr(torch, spec.dtype)
+    head = TeacherHead(target, dtype)
+    agree = rows = 0
+    worst = 0.0
+    for sample, states in zip(samples, captured, strict=True):
+        logits = head(states.last.to(dtype)).float()
+        chosen = torch.from_numpy(sample.input_ids[1:][sample.loss_mask[:-1]].astype(np.int64))
+        highest = logits.max(-1).values
+        gap = highest - logits.gather(1, chosen[:, None]).squeeze(1)
+        ulps = gap / (torch.finfo(dtype).eps * highest.abs().log2().floor().exp2())
+        agree += int((ulps <= _GREEDY_ULPS).sum())
+        rows += len(chosen)
+        worst = max(worst, float(ulps.max()))
+    if agree < _GREEDY_SHARE[spec.dtype] * rows:
+        raise ProbeFailure(
+            f"probe: at {rows - agree} of {rows} rows the engine's own greedy token is not the "
+            f"most likely one of head(norm(last state k = {spec.layers.last})) (worst: {worst:.0f} "
+            "units in the last place below it): the last state, its norm or the head is wrong"
+        )
+    return agree, rows
+
+
+@torch.inference_mode()
+def _check_reference(
+    target: Target, spec: StoreSpec, samples: list[TokenSample], captured: list[_Captured]
+) -> dict[str, dict[str, float]]:
+    """Every captured row against transformers' own forward, one sample at a time, no padding."""
+    model = load_model(target, getattr(torch, spec.dtype), "cpu")
+    pre_norm: list[torch.Tensor] = []
+    handle = final_norm_of(model, target.num_layers).register_forward_pre_hook(
+        lambda _, args: pre_norm.append(args[0])
+    )
+    errors: dict[int, list[torch.Tensor]] = {k: [] for k in spec.layers.all}
+    for sample, states in zip(samples, captured, strict=True):
+        pre_norm.clear()
+        ids = torch.from_numpy(sample.input_ids.astype(np.int64))[None]
+        hidden = model(ids, output_hidden_states=True, use_cache=False).hidden_states
+        for i, k in enumerate(spec.layers.aux):
+            plain = pre_norm[0] if k == target.num_layers else hidden[k]
+            errors[k].append(relative_error(states.aux[:, i], plain[0][: len(states.aux)]))
+        supervised = torch.from_numpy(sample.loss_mask)
+        errors[spec.layers.last].append(relative_error(states.last, pre_norm[0][0][supervised]))
+    handle.remove()
+    return {f"k={k}": _bounded(k, torch.cat(found), spec.dtype) for k, found in errors.items()}
+
+
+def relative_error(rows: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """|row - reference| / |reference| per row, float32: [R, D] -> [R]. Relative to the row's norm:
+    activations reach 2.7e4, so an absolute error says nothing."""
+    reference = reference.float()
+    return (rows.float() - reference).norm(dim=-1) / reference.norm(dim=-1)
+
+
+def _bounded(k: int, errors: torch.Tensor, dtype: str) -> dict[str, float]:
+    found = {
+        "median": float(errors.median()),
+        "p99": float(errors.quantile(0.99)),
+        "max": float(errors.max()),
+    }
+    for (name, value), bound in zip(found.items(), _REFERENCE_BOUNDS[dtype], strict=True):
+        if not value <= bound:
+            raise ProbeFailure(
+                f"probe: layer k = {k} differs from a plain transformers forward: {name} error "
+                f"relative to the row's norm {value:.3g}, allowed {bound:.3g} in {dtype}. The "
+                "engine runs another target than the folder holds, or captures another layer."
+            )
+    return found
+
+
+def _rms_ranges(captured: list[_Captured]) -> tuple[tuple[float, float], ...]:
+    """Lowest and highest row RMS per layer, first tokens apart."""
+    num_aux = captured[0].aux.shape[1]
+    layers = [torch.cat([row_rms(c.aux[1:, i]) for c in captured]) for i in range(num_aux)]
+    layers.append(torch.cat([row_rms(c.last) for c in captured]))
+    return tuple((float(rms.min()), float(rms.max())) for rms in layers)

@@ -1,0 +1,203 @@
+"""The `extract` stage: plan, probe, capture, account for every sample, commit."""
+
+import json
+import logging
+import shutil
+import tempfile
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.artefact import StageFolder, describe_input, open_stage, write_json
+from paceline.contracts import Accounting, LayerPlan, TokenSample
+from paceline.dataset import TokenDataset
+from paceline.device import choose_device, choose_dtype, dtype_name
+from paceline.errors import DiskFullError, EngineError, FingerprintMismatch, UsageError
+from paceline.extract.engine import Engine, open_engine
+from paceline.extract.guards import Guards
+from paceline.extract.probe import choose_prompts, run_probe
+from paceline.extract.sink import FLAGS_PATTERN, QUARANTINE_PATTERN, Destination, read_lines
+from paceline.progress import progress_bar
+from paceline.recipe import ExtractOptions
+from paceline.store import StoreSpec, content_fingerprint, published_ids
+from paceline.target.layers import plan_layers
+from paceline.target.spec import Target, open_target
+
+logger = logging.getLogger(__name__)
+
+# Resolved choices and the probe's result, kept from the first start on: a resumed run must go on
+# in the dtype it began in, whatever a new timing would choose.
+START_FILE = "start.json"
+# Room left on the disk besides the store itself.
+_SPARE_BYTES = 64 << 20
+
+
+def run(options: ExtractOptions) -> dict[str, Any]:
+    """Hidden states of a token data set into a store. Returns the manifest's result.
+
+    Raises ProbeFailure before anything is stored, DiskFullError before the start where the result
+    cannot fit, EngineError where too many samples are bad.
+    """
+    if not options.data or not options.out:
+        raise UsageError("extract: pass `data` (a folder of `prepare`) and `out`")
+    data = TokenDataset(options.data)
+    target = open_target(options, data.manifest.result["target"])
+    _check_same_target(data, target)
+    plan = plan_layers(options.layers, target.num_layers, options.layer_convention)
+    inputs = {
+        "data": describe_input(options.data, data.manifest),
+        "target": target.describe_input(),
+    }
+    identity = {**options.identity(), "layers": list(plan.aux)}
+    with open_stage(options.out, "extract", inputs, identity, options.overwrite) as stage:
+        if stage.done:
+            return stage.result
+        return _extract(options, stage, data, target, plan)
+
+
+def _extract(
+    options: ExtractOptions,
+    stage: StageFolder,
+    data: TokenDataset,
+    target: Target,
+    plan: LayerPlan,
+) -> dict[str, Any]:
+    start = _read_start(stage.path)
+    native = target.native_dtype()
+    dtype = start.get("dtype") or dtype_name(
+        choose_dtype(options.dtype, choose_device(options.device), native)
+    )
+    spec = StoreSpec(
+        layers=plan,
+        hidden_size=target.hidden_size,
+        dtype=dtype,
+        codec=options.codec,
+        shard_bytes=options.shard_bytes,
+    )
+    samples, accounting = _usable_samples(data, target)
+    published = published_ids(stage.path)
+    rejected = {e["sample_id"] for e in read_lines(stage.path, QUARANTINE_PATTERN)}
+    remaining = [s for s in samples if s.sample_id not in published | rejected]
+    _check_disk(stage.path, remaining, spec)
+    if remaining:
+        with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
+            engine = open_engine(options, target, dtype, Path(scratch))
+            try:
+                start = start or _start(options, stage.path, engine, target, spec, samples)
+                ranges = tuple(map(tuple, start["probe"]["rms_ranges"]))
+                guards = Guards(plan, target.hidden_size, ranges)
+                _capture(engine, remaining, Destination(stage.path, spec, guards), plan)
+            finally:
+                engine.close()
+    return _finish(options, stage, data, target, spec, accounting, start)
+
+
+def _check_same_target(data: TokenDataset, target: Target) -> None:
+    """The data were rendered and tokenised for one target; states of another would be nonsense."""
+    made_for = data.manifest.inputs["target"]["fingerprint"]
+    wrong = [part for part, value in made_for.items() if target.fingerprints.get(part) != value]
+    if wrong:
+        raise FingerprintMismatch(
+            f"{data.folder} was prepared for another target: {', '.join(wrong)} differ from those "
+            f"of {target.reference.target}. Run `paceline prepare` with this target."
+        )
+
+
+def _usable_samples(data: TokenDataset, target: Target) -> tuple[list[TokenSample], Accounting]:
+    accounting = Accounting()
+    longest = getattr(target.text_config, "max_position_embeddings", None)
+    usable, skipped = [], Counter()
+    for sample in data:
+        accounting.num_in += 1
+        if not sample.num_aux_rows:
+            skipped["no supervised token after the first"] += 1
+        elif longest and sample.num_tokens > longest:
+            skipped[f"longer than the target's {longest} positions"] += 1
+        elif int(sample.input_ids.max()) >= target.vocab_size:
+            skipped[f"token id outside the target's {target.vocab_size}"] += 1
+        else:
+            usable.append(sample)
+    accounting.skipped = dict(skipped)
+    return usable, accounting
+
+
+def _check_disk(folder: Path, samples: list[TokenSample], spec: StoreSpec) -> None:
+    needed = sum(spec.sample_bytes(s) for s in samples) + _SPARE_BYTES
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise DiskFullError(
+            f"{folder}: the store needs about {needed / 1e9:.2f} GB more, the disk has "
+            f"{free / 1e9:.2f} GB free. Make room, choose another folder or a smaller codec."
+        )
+
+
+def _start(
+    options: ExtractOptions,
+    folder: Path,
+    engine: Engine,
+    target: Target,
+    spec: StoreSpec,
+    samples: list[TokenSample],
+) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="paceline-probe-") as scratch:
+        # The probe judges the engine, so a lossy codec must not stand between.
+        probe = run_probe(
+            engine,
+            target,
+            replace(spec, codec="raw"),
+            choose_prompts(samples, options.probe_samples),
+            Path(scratch),
+            compare=not options.waive_reference,
+        )
+    start = {"dtype": spec.dtype, "engine": asdict(engine.info), "probe": probe.as_dict()}
+    write_json(folder / START_FILE, start)
+    return start
+
+
+def _read_start(folder: Path) -> dict[str, Any]:
+    path = folder / START_FILE
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _capture(
+    engine: Engine, samples: list[TokenSample], destination: Destination, plan: LayerPlan
+) -> None:
+    total = sum(s.num_aux_rows + 1 for s in samples)
+    with progress_bar("extract", total, "tok") as bar:
+        engine.capture(samples, plan, destination, bar.advance)
+
+
+def _finish(
+    options: ExtractOptions,
+    stage: StageFolder,
+    data: TokenDataset,
+    target: Target,
+    spec: StoreSpec,
+    accounting: Accounting,
+    start: dict[str, Any],
+) -> dict[str, Any]:
+    stored = published_ids(stage.path)
+    bad = [e for e in read_lines(stage.path, QUARANTINE_PATTERN) if e["sample_id"] not in stored]
+    accounting.num_done = len(stored)
+    accounting.quarantined = dict(Counter(e["reason"] for e in bad))
+    if not accounting.balanced:
+        raise EngineError(
+            f"{stage.path}: samples do not add up ({accounting.as_dict()}); run the same command "
+            "again to capture what is missing"
+        )
+    if len(bad) > options.max_quarantined_share * accounting.num_in:
+        raise EngineError(
+            f"{stage.path}: {len(bad)} of {accounting.num_in} samples are bad, more than "
+            f"max_quarantined_share {options.max_quarantined_share}; first: {bad[0]['sample_id']}: "
+            f"{bad[0]['reason']}"
+        )
+    result = {
+        "target": asdict(target.reference),
+        "store": spec.to_dict(),
+        "accounting": accounting.as_dict(),
+        "flagged": len(read_lines(stage.path, FLAGS_PATTERN)),
+        "chat_template_kwargs": data.manifest.result["chat_template_kwargs"],
+        **start,
+    }
+    return stage.finish(result, content=content_fingerprint(stage.path))

@@ -1,0 +1,74 @@
+"""Where captured samples go: through the guards into a shard, or into quarantine with a reason."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.contracts import TokenSample
+from paceline.extract.guards import Guards
+from paceline.store import ShardWriter, StoreSpec
+
+QUARANTINE_PATTERN = "quarantine-{worker}.jsonl"
+FLAGS_PATTERN = "flags-{worker}.jsonl"
+
+
+class Sink:
+    """One worker's way into the store. Each sample is added or rejected once."""
+
+    def __init__(self, folder: Path, writer: ShardWriter, guards: Guards, worker: int) -> None:
+        self._writer = writer
+        self._guards = guards
+        self._quarantine = folder / QUARANTINE_PATTERN.format(worker=worker)
+        self._flags = folder / FLAGS_PATTERN.format(worker=worker)
+
+    def add(self, sample: TokenSample, aux: torch.Tensor, last: torch.Tensor) -> None:
+        """aux [>= num_aux_rows, A, D], last [M, D]. A sample that fails a guard is rejected."""
+        fault = self._guards.fault(sample, aux, last)
+        if fault:
+            self.reject(sample, fault)
+            return
+        flags = self._guards.flags(aux, last)
+        if flags:
+            _append(self._flags, {"sample_id": sample.sample_id, "flags": flags})
+        self._writer.add(sample, aux, last)
+
+    def reject(self, sample: TokenSample, reason: str) -> None:
+        """Quarantine a sample: it is never stored as good."""
+        _append(self._quarantine, {"sample_id": sample.sample_id, "reason": reason})
+
+
+@dataclass(frozen=True)
+class Destination:
+    """A store in the making, as a value that can be sent to a worker process."""
+
+    folder: Path
+    spec: StoreSpec
+    guards: Guards
+
+    @contextmanager
+    def open(self, worker: int = 0) -> Iterator[Sink]:
+        """A sink of its own for each worker; its last shard is published on a clean exit."""
+        with ShardWriter(self.folder, self.spec, worker=worker) as writer:
+            yield Sink(self.folder, writer, self.guards, worker)
+
+
+def read_lines(folder: Path, pattern: str) -> list[dict[str, Any]]:
+    """What all workers wrote to their quarantine or flag files; the last word on each sample."""
+    entries: dict[str, dict[str, Any]] = {}
+    for path in sorted(folder.glob(pattern.format(worker="*"))):
+        for line in path.read_text().splitlines():
+            # A line cut off by a kill is dropped: its sample is not published and runs again.
+            if line.endswith("}"):
+                entry = json.loads(line)
+                entries[entry["sample_id"]] = entry
+    return list(entries.values())
+
+
+def _append(path: Path, entry: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(entry, ensure_ascii=False) + "\n")

@@ -1,0 +1,124 @@
+"""The `transformers` engine: hooks on the decoder layers of the plain model, CPU or GPU.
+
+Batches are bucketed by length inside a token budget and padded on the right; attention is causal,
+so no real row can see a padding row, and none of those is kept.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+from paceline.contracts import LayerPlan, TokenSample
+from paceline.device import choose_device
+from paceline.extract.engine import EngineInfo
+from paceline.extract.sink import Destination
+from paceline.recipe import ExtractOptions
+from paceline.target.model import decoder_of, load_model
+from paceline.target.spec import Target
+from paceline.target.tap import LayerTap
+
+# Samples looked at together when batches are formed: enough that lengths within a batch agree.
+_BUCKET_WINDOW = 1024
+
+
+class TransformersEngine:
+    """See `engine.Engine`. The model stays on one device."""
+
+    def __init__(self, options: ExtractOptions, target: Target, dtype: str) -> None:
+        self._device = choose_device(options.device)
+        self._num_layers = target.num_layers
+        self._max_batch_tokens = options.max_batch_tokens
+        self.model = load_model(target, getattr(torch, dtype), self._device)
+        self._decoder = decoder_of(self.model, self._num_layers)
+        self.info = EngineInfo(
+            "transformers",
+            transformers.__version__,
+            dtype,
+            {"attention": self.model.config._attn_implementation, "device": str(self._device)},
+        )
+
+    def capture(
+        self,
+        samples: Iterable[TokenSample],
+        plan: LayerPlan,
+        destination: Destination,
+        on_tokens: Callable[[int], None],
+    ) -> None:
+        tap = LayerTap(self.model, plan, self._num_layers)
+        try:
+            with destination.open() as sink:
+                for batch in length_buckets(samples, self._max_batch_tokens):
+                    self._forward(batch)
+                    for i, sample in enumerate(batch):
+                        sink.add(sample, *_rows_of(sample, i, tap.states, plan))
+                    on_tokens(sum(num_needed_tokens(sample) for sample in batch))
+        finally:
+            tap.close()
+
+    @torch.inference_mode()
+    def _forward(self, batch: list[TokenSample]) -> None:
+        longest = max(map(num_needed_tokens, batch))
+        ids = torch.zeros(len(batch), longest, dtype=torch.int64)
+        for row, sample in zip(ids, batch, strict=True):
+            needed = num_needed_tokens(sample)
+            row[:needed] = torch.from_numpy(sample.input_ids[:needed].astype(np.int64))
+        self._decoder(input_ids=ids.to(self._device), use_cache=False)
+
+    @torch.inference_mode()
+    def greedy(self, prompts: Sequence[np.ndarray], num_tokens: int) -> list[list[int]]:
+        answers = []
+        for prompt in prompts:
+            ids = torch.from_numpy(np.asarray(prompt, np.int64))[None].to(self._device)
+            cache, answer = None, []
+            for _ in range(num_tokens):
+                output = self.model(input_ids=ids, past_key_values=cache, use_cache=True)
+                cache, ids = output.past_key_values, output.logits[:, -1:].argmax(-1)
+                answer.append(int(ids))
+            answers.append(answer)
+        return answers
+
+    def close(self) -> None:
+        del self.model, self._decoder
+
+
+def open_engine(
+    options: ExtractOptions, target: Target, dtype: str, scratch: Path
+) -> TransformersEngine:
+    return TransformersEngine(options, target, dtype)
+
+
+def num_needed_tokens(sample: TokenSample) -> int:
+    """Tokens that must run: none after the last supervised one is ever read."""
+    return sample.num_aux_rows + 1
+
+
+def length_buckets(
+    samples: Iterable[TokenSample], max_batch_tokens: int
+) -> Iterator[list[TokenSample]]:
+    """Batches of samples of like length; size x longest stays within the budget, except that a
+    sample longer than the budget runs alone."""
+    source = iter(samples)
+    while window := list(islice(source, _BUCKET_WINDOW)):
+        window.sort(key=num_needed_tokens)
+        batch: list[TokenSample] = []
+        for sample in window:
+            if batch and (len(batch) + 1) * num_needed_tokens(sample) > max_batch_tokens:
+                yield batch
+                batch = []
+            batch.append(sample)
+        yield batch
+
+
+def _rows_of(
+    sample: TokenSample, index: int, states: dict[int, torch.Tensor], plan: LayerPlan
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A sample's aux [R, A, D] and last [M, D] on the CPU, out of a batch's states."""
+    rows = sample.num_aux_rows
+    aux = torch.stack([states[k][index, :rows] for k in plan.aux], 1)
+    supervised = torch.from_numpy(np.flatnonzero(sample.loss_mask))
+    last = states[plan.last][index][supervised.to(aux.device)]
+    return aux.cpu(), last.cpu()
