@@ -1,0 +1,128 @@
+"""The `align` stage: the draft vocabulary from the supervised tokens of the training split."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline import fingerprint
+from paceline.artefact import Manifest, describe_input, load_finished, open_stage
+from paceline.errors import UsageError, VocabularyError
+from paceline.recipe import AlignOptions
+from paceline.verbs import make_callable
+from paceline.vocab import DraftVocabulary
+
+logger = logging.getLogger(__name__)
+
+# Sizes at which the coverage curve is told, besides the chosen one.
+_CURVE_SIZES = tuple(2**i for i in range(8, 19))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A draft vocabulary and how it came about."""
+
+    vocabulary: DraftVocabulary
+    num_filler: int  # ids taken without ever having been seen supervised
+    coverage: float  # share of the supervised tokens that the draft can say
+
+
+def select_vocabulary(
+    counts: np.ndarray,
+    draft_vocab_size: int,
+    num_real_tokens: int,
+    always: tuple[int, ...] = (),
+) -> Selection:
+    """The most frequent supervised tokens, ascending, `always` among them.
+
+    counts: int64 [V], V the logit width; num_real_tokens: ids that the tokenizer can say. Ties go
+    to the lower id. Too few distinct tokens are filled with the lowest unused real ids, never with
+    padding ids of the embedding; a full vocabulary (size V) has them all. Raises VocabularyError
+    for a size above V, or between the real ids and V.
+    """
+    vocab_size = len(counts)
+    _check_size(draft_vocab_size, num_real_tokens, vocab_size, len(always))
+    if draft_vocab_size == vocab_size:
+        chosen = np.arange(vocab_size)
+    else:
+        rank = counts[:num_real_tokens].astype(np.float64)
+        rank[list(always)] = np.inf
+        # A stable sort of the negated counts: by count, then by id; unused ids come last, lowest first.
+        chosen = np.argsort(-rank, kind="stable")[:draft_vocab_size]
+    total = counts.sum()
+    return Selection(
+        vocabulary=DraftVocabulary.from_selected(chosen, vocab_size),
+        num_filler=int((counts[chosen] == 0).sum()),
+        coverage=float(counts[chosen].sum() / total) if total else 0.0,
+    )
+
+
+def coverage_curve(counts: np.ndarray) -> list[dict[str, float]]:
+    """Share of the supervised tokens that the W most frequent ids cover, for several W."""
+    cumulated = np.cumsum(np.sort(counts)[::-1]) / max(counts.sum(), 1)
+    sizes = [s for s in _CURVE_SIZES if s < len(counts)] + [len(counts)]
+    return [{"draft_vocab_size": s, "coverage": float(cumulated[s - 1])} for s in sizes]
+
+
+def run(options: AlignOptions) -> dict[str, Any]:
+    """Choose the draft vocabulary of a token data set. Returns the manifest's result."""
+    if not options.data or not options.out:
+        raise UsageError("align: pass `data` (a folder of `prepare`) and `out`")
+    manifest = load_finished(options.data, "prepare")
+    inputs = {"data": describe_input(options.data, manifest)}
+    with open_stage(options.out, "align", inputs, options.identity(), options.overwrite) as stage:
+        if stage.done:
+            return stage.result
+        result, vocabulary = _align(options, manifest)
+        vocabulary.save(stage.path)
+        content = fingerprint.of_bytes(vocabulary.d2t.tobytes() + vocabulary.t2d.tobytes())
+        return stage.finish(result, content)
+
+
+def _align(options: AlignOptions, manifest: Manifest) -> tuple[dict[str, Any], DraftVocabulary]:
+    made = manifest.result
+    counts = np.load(Path(options.data) / made["supervised_token_counts_file"], allow_pickle=False)
+    end_ids = tuple(made["end_of_turn_ids"])
+    selection = select_vocabulary(
+        counts, options.draft_vocab_size, made["num_real_tokens"], always=end_ids
+    )
+    if selection.num_filler:
+        logger.warning(
+            "align: only %d distinct supervised tokens; %d ids of the draft vocabulary were never "
+            "seen and are fillers",
+            int((counts > 0).sum()),
+            selection.num_filler,
+        )
+    result = {
+        "target": made["target"],
+        "draft_vocab_size": options.draft_vocab_size,
+        "vocab_size": len(counts),
+        "num_filler": selection.num_filler,
+        "end_of_turn_ids": list(end_ids),
+        "coverage": selection.coverage,
+        "lost_share": 1.0 - selection.coverage,
+        "curve": coverage_curve(counts),
+    }
+    return result, selection.vocabulary
+
+
+def _check_size(size: int, num_real: int, vocab_size: int, num_always: int) -> None:
+    if size > vocab_size:
+        raise VocabularyError(
+            f"draft_vocab_size {size} is above the target's logit width {vocab_size}"
+        )
+    if num_real < size < vocab_size:
+        raise VocabularyError(
+            f"draft_vocab_size {size} lies between the tokenizer's {num_real} real ids and the logit "
+            f"width {vocab_size}: take at most {num_real}, or {vocab_size} for a full vocabulary"
+        )
+    if size < num_always:
+        raise VocabularyError(
+            f"draft_vocab_size {size} has no room for the {num_always} tokens that end a turn"
+        )
+
+
+VERB = (AlignOptions, run)
+make_callable(__name__)

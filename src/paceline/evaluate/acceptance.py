@@ -1,0 +1,148 @@
+"""The one definition of acceptance length, the walk over verify points, and its interval.
+
+acceptance length = 1 + accepted draft tokens / verify steps (ratio of sums over conversations): the
+bonus token is counted, the prefill token is not; for a chain of K it lies in 1 .. K + 1.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paceline.contracts import ACCEPTANCE_DEFINITION
+
+_INTERVAL = (2.5, 97.5)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a method would draft at every verify point of one answer.
+
+    Point i stands after answer token i (0 is the prefill token). match int [L]: leading draft
+    tokens that equal what the target wrote, up to the longest chain asked for. known int [L]: how
+    many tokens after the point are on record.
+    """
+
+    match: np.ndarray
+    known: np.ndarray
+
+
+@dataclass
+class Counts:
+    """Sums over the verify steps of one conversation. per_position[i]: steps that accepted more
+    than i draft tokens. left_out: steps that would need tokens past the record's end."""
+
+    verify_steps: int
+    accepted: int
+    per_position: np.ndarray
+    left_out: int = 0
+
+    @classmethod
+    def zero(cls, num_draft_tokens: int) -> "Counts":
+        return cls(0, 0, np.zeros(num_draft_tokens, np.int64))
+
+    def add_step(self, accepted: int) -> None:
+        self.verify_steps += 1
+        self.accepted += accepted
+        self.per_position[:accepted] += 1
+
+
+def walk(answers: Iterable[Answer], num_draft_tokens: int) -> Counts:
+    """Walk one conversation's answers with chains of K: the next point is accepted + 1 further.
+
+    A step is counted only where all K tokens that it could accept are on record, whatever it then
+    accepts: leaving out only the successful ones would bias the figure.
+    """
+    counts = Counts.zero(num_draft_tokens)
+    for answer in answers:
+        point = 0
+        while point < len(answer.match):
+            accepted = min(int(answer.match[point]), num_draft_tokens)
+            if answer.known[point] < num_draft_tokens:
+                counts.left_out += 1
+            else:
+                counts.add_step(accepted)
+            point += accepted + 1
+    return counts
+
+
+def acceptance_length(accepted: int, verify_steps: int) -> float | None:
+    """1 + accepted / verify_steps; None where there was no verify step."""
+    return 1.0 + accepted / verify_steps if verify_steps else None
+
+
+def pool(counts: Sequence[Counts], bootstrap: int, seed: int) -> dict[str, Any]:
+    """Pooled figures of several conversations with a 95% percentile bootstrap interval.
+
+    Conversations are resampled, and the ratio of sums is taken anew each time.
+    """
+    steps = np.array([c.verify_steps for c in counts], np.int64)
+    accepted = np.array([c.accepted for c in counts], np.int64)
+    total_steps = int(steps.sum())
+    per_position = sum((c.per_position for c in counts), np.zeros_like(counts[0].per_position))
+    return {
+        "acceptance_length": acceptance_length(int(accepted.sum()), total_steps),
+        "interval": _interval(accepted, steps, bootstrap, seed),
+        "per_position": (per_position / max(total_steps, 1)).tolist(),
+        "verify_steps": total_steps,
+        "accepted": int(accepted.sum()),
+        "left_out": sum(c.left_out for c in counts),
+        "conversations": len(counts),
+    }
+
+
+def served_quotients(completion_tokens: Sequence[int], verify_steps: Sequence[int]) -> dict:
+    """The two quotients that servers report of requests, each under its own name (None: no steps).
+
+    The first completion token comes from the prefill, so only `tokens_per_verify_step` is an
+    acceptance length; `completion_tokens_per_verify_step` is biased upward on short answers.
+    """
+    steps = sum(verify_steps)
+    pairs = [(n, s) for n, s in zip(completion_tokens, verify_steps, strict=True) if s]
+    if not steps:
+        return dict.fromkeys(
+            (
+                "completion_tokens_per_verify_step",
+                "tokens_per_verify_step",
+                "mean_of_request_ratios",
+            )
+        )
+    return {
+        "completion_tokens_per_verify_step": sum(completion_tokens) / steps,
+        "tokens_per_verify_step": sum(n - 1 for n in completion_tokens) / steps,
+        "mean_of_request_ratios": sum((n - 1) / s for n, s in pairs) / len(pairs),
+    }
+
+
+def table(
+    per_conversation: dict[int, list[Counts]], sources: Sequence[str], bootstrap: int, seed: int
+) -> dict[str, Any]:
+    """{K: {pooled, sources}} from the counts of each conversation, for each chain length."""
+    found = {}
+    for num_draft_tokens, counts in per_conversation.items():
+        by_source = {
+            name: [c for c, source in zip(counts, sources, strict=True) if source == name]
+            for name in sorted(set(sources))
+        }
+        found[str(num_draft_tokens)] = {
+            "pooled": pool(counts, bootstrap, seed),
+            "sources": {name: pool(part, bootstrap, seed) for name, part in by_source.items()},
+        }
+    return found
+
+
+def definition(num_draft_tokens: Sequence[int]) -> str:
+    return f"{ACCEPTANCE_DEFINITION}; K = {', '.join(map(str, num_draft_tokens))}"
+
+
+def _interval(
+    accepted: np.ndarray, steps: np.ndarray, bootstrap: int, seed: int
+) -> list[float] | None:
+    if not steps.sum():
+        return None
+    generator = np.random.default_rng(seed)
+    chosen = generator.integers(0, len(steps), (bootstrap, len(steps)))
+    sums = steps[chosen].sum(1)
+    lengths = 1.0 + accepted[chosen].sum(1) / np.maximum(sums, 1)
+    return np.percentile(lengths[sums > 0], _INTERVAL).tolist()

@@ -1,0 +1,66 @@
+"""Checkpoints of a run: all that a resumed run needs, in safetensors and JSON, whole or not at all.
+
+`checkpoints/NNNNNNNN/` holds `state.safetensors` (float32 masters, AdamW moments, frozen buffers)
+and `state.json` (the step). Data order, learning rate and TTT steps are functions of the step.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.artefact import fsync_folder, write_json
+from paceline.errors import TrainingError
+from paceline.train.optimiser import MasterAdamW
+
+FOLDER = "checkpoints"
+_STATE, _STEP = "state.safetensors", "state.json"
+_KEPT = 2
+
+
+def save_checkpoint(run_folder: Path, next_step: int, optimiser: MasterAdamW) -> None:
+    """Write the state from which optimiser step `next_step` goes on; older ones but one go."""
+    folder = run_folder / FOLDER / f"{next_step:08d}"
+    aside = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    tensors = {n: t.cpu().contiguous() for n, t in optimiser.state_tensors().items()}
+    tensors["torch_rng_state"] = torch.get_rng_state()
+    save_file(tensors, aside / _STATE)
+    with (aside / _STATE).open("rb+") as file:
+        os.fsync(file.fileno())
+    write_json(aside / _STEP, {"next_step": next_step})
+    if folder.exists():
+        shutil.rmtree(folder)
+    os.replace(aside, folder)
+    fsync_folder(folder.parent)
+    for old in _finished(run_folder)[:-_KEPT]:
+        shutil.rmtree(old)
+
+
+def load_checkpoint(run_folder: Path, optimiser: MasterAdamW) -> int:
+    """Load the newest checkpoint into the optimiser. Returns the next step; 0 where there is none.
+
+    Raises TrainingError for a checkpoint that is incomplete: training never restarts in silence.
+    """
+    found = _finished(run_folder)
+    if not found:
+        return 0
+    newest = found[-1]
+    try:
+        tensors = load_file(newest / _STATE)
+        next_step = json.loads((newest / _STEP).read_text())["next_step"]
+    except (OSError, ValueError, KeyError) as error:
+        raise TrainingError(
+            f"{newest} cannot be read ({error}); remove it to go on from the one before"
+        ) from error
+    torch.set_rng_state(tensors.pop("torch_rng_state"))
+    optimiser.load_state_tensors(tensors)
+    return next_step
+
+
+def _finished(run_folder: Path) -> list[Path]:
+    return sorted((run_folder / FOLDER).glob("[0-9]*"))

@@ -1,0 +1,142 @@
+"""The training loop: optimiser steps, logs, checkpoints, held-out figures; nothing else.
+
+One optimiser step reads top to bottom in `Trainer.step`. Legend: S TTT steps.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.draft.batch import PackedBatch, pack
+from paceline.draft.losses import StepSums, Teacher, distillation_loss
+from paceline.draft.model import Draft
+from paceline.errors import TrainingError
+from paceline.recipe import TrainOptions
+from paceline.store import Store
+from paceline.train.batches import StepPlan
+from paceline.train.optimiser import MasterAdamW
+from paceline.train.schedule import learning_rate
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Trainer:
+    """Everything that one run moves. total_steps: optimiser steps of the whole run."""
+
+    draft: Draft
+    teacher: Teacher
+    optimiser: MasterAdamW
+    store: Store
+    plan: StepPlan
+    options: TrainOptions
+    total_steps: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def ttt_steps(self, step: int) -> int:
+        """TTT steps at an optimiser step: one during the warm-up share, then all."""
+        warming = step < self.options.ttt_warmup * self.total_steps
+        return 1 if warming else self.options.ttt_steps
+
+    def run(self, start: int) -> Iterator[dict[str, Any]]:
+        """Optimiser steps from `start` to the end; yields one record per step."""
+        groups = self.plan.steps(start)
+        with ThreadPoolExecutor(1) as reader:
+            coming = reader.submit(self._read, next(groups))
+            for step in range(start, self.total_steps):
+                waited = time.perf_counter()
+                batches = coming.result()
+                waited = time.perf_counter() - waited
+                if step + 1 < self.total_steps:
+                    coming = reader.submit(self._read, next(groups))
+                yield {**self.step(step, batches), "wait_s": waited}
+
+    def step(self, step: int, batches: list[PackedBatch]) -> dict[str, Any]:
+        """One optimiser step over micro-batches; the record's sums stay on the device."""
+        started = time.perf_counter()
+        num_rows = sum(batch.num_supervised_rows for batch in batches)
+        if not num_rows:
+            raise TrainingError(f"optimiser step {step} has no supervised row")
+        total, sums = 0.0, None
+        for batch in batches:
+            loss, step_sums = self.loss(batch, self.ttt_steps(step), num_rows)
+            loss.backward()
+            self.optimiser.accumulate()
+            total = total + loss.detach()
+            sums = step_sums if sums is None else sums.add(step_sums)
+        rate = learning_rate(
+            step,
+            self.total_steps,
+            self.options.learning_rate,
+            self.options.warmup_steps,
+            self.options.schedule,
+            self.options.min_lr_ratio,
+        )
+        norm = self.optimiser.step(rate)
+        return {
+            "step": step,
+            "loss": total,
+            "sums": sums,
+            "learning_rate": rate,
+            "grad_norm": norm,
+            "rows": num_rows,
+            "tokens": sum(len(batch.positions) for batch in batches),
+            "step_s": time.perf_counter() - started,
+        }
+
+    def loss(
+        self, batch: PackedBatch, num_steps: int, num_rows: int
+    ) -> tuple[torch.Tensor, StepSums]:
+        return distillation_loss(
+            self.draft,
+            batch.to(self.device, self.dtype),
+            self.teacher,
+            num_steps,
+            self.options.step_decay,
+            num_rows,
+            self.options.logit_chunk,
+        )
+
+    @torch.no_grad()
+    def heldout(self, samples: list[int]) -> dict[str, Any] | None:
+        """Loss and per-step figures on held-out samples; None where there are none."""
+        if not samples:
+            return None
+        sums = None
+        for group in self.plan.micro_batches(samples, self.options.micro_batch_tokens):
+            batch = pack([self.store.read(i) for i in group])
+            _, step_sums = self.loss(batch, self.options.ttt_steps, 1)
+            sums = step_sums if sums is None else sums.add(step_sums)
+        return figures(sums, self.options.step_decay)
+
+    def _read(self, samples: list[int]) -> list[PackedBatch]:
+        groups = self.plan.micro_batches(samples, self.options.micro_batch_tokens)
+        return [pack([self.store.read(i) for i in group]) for group in groups]
+
+
+def figures(sums: StepSums, step_decay: float) -> dict[str, Any]:
+    """Means per TTT step out of sums; None for a step without rows. Reads from the device."""
+    rows = sums.rows.tolist()
+    mean = lambda values: [v / n if n else None for v, n in zip(values.tolist(), rows, strict=True)]
+    kl = sums.kl.tolist()
+    return {
+        "loss": sum(step_decay**j * value for j, value in enumerate(kl)) / max(rows[0], 1.0),
+        "kl": mean(sums.kl),
+        "top1_agreement": mean(sums.agree),
+        "acceptance_rate": mean(sums.overlap),
+        "rows": [int(n) for n in rows],
+    }
+
+
+def append_record(path: Path, record: dict[str, Any]) -> None:
+    """One JSON line a record."""
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
