@@ -112,6 +112,7 @@ class SampleRecord:
     shard: int
     position: int  # the sample's number within its shard
     conversation_id: str = ""
+    finished: bool | None = None
 
 
 @dataclass

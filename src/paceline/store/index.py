@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ _HEADER_BYTES = 8192
 _COUNTS = ("num_tokens", "num_aux_rows", "num_supervised", "num_past_end")
 _CODED = ("source", "split")
 _TEXT = ("sample_id", "conversation_id")
+# TokenSample.finished as int8 and back.
+_FINISHED_CODES = {None: -1, False: 0, True: 1}
+_FINISHED_VALUES = {code: value for value, code in _FINISHED_CODES.items()}
 
 
 class Records(Sequence[SampleRecord]):
@@ -66,6 +69,7 @@ class Records(Sequence[SampleRecord]):
             conversation_id=self._text("conversation_id", index),
             source=self._tables["source"][self._columns["source"][index]],
             split=self._tables["split"][self._columns["split"][index]],
+            finished=_FINISHED_VALUES[int(self._columns["finished"][index])],
             **{name: int(self._columns[name][index]) for name in _COUNTS},
             shard=int(self.shard_numbers[slot]),
             position=index - int(self.shard_starts[slot]),
@@ -157,14 +161,14 @@ class _Growing:
     """The columns while shards are read one after another."""
 
     counts: list[np.ndarray]
-    texts: dict[str, list[str]]
+    texts: dict[str, list[Any]]
     numbers: list[int]
     starts: list[int]
     sizes: list[int]
 
 
 def _build(folder: Path, numbers: list[int]) -> tuple[dict[str, np.ndarray], dict[str, list[str]]]:
-    grown = _Growing([], {name: [] for name in (*_TEXT, *_CODED)}, numbers, [0], [])
+    grown = _Growing([], {name: [] for name in (*_TEXT, *_CODED, "finished")}, numbers, [0], [])
     first = None
     for number in numbers:
         shard = Shard(shard_path(folder, number))
@@ -189,6 +193,8 @@ def _as_columns(grown: _Growing) -> tuple[dict[str, np.ndarray], dict[str, list[
     counts = np.concatenate([np.empty((0, len(_COUNTS)), np.int64), *grown.counts])
     for i, name in enumerate(_COUNTS):
         columns[name] = counts[:, i].astype(np.int32)
+    finished = [_FINISHED_CODES[value] for value in grown.texts["finished"]]
+    columns["finished"] = np.asarray(finished, dtype=np.int8)
     tables = {}
     for name in _CODED:
         tables[name] = sorted(set(grown.texts[name]))

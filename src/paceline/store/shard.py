@@ -215,6 +215,7 @@ class Shard(MappedTensors):
         return self.tensor("offsets").numpy()
 
     @cached_property
-    def columns(self) -> dict[str, list[str]]:
-        """The samples' strings: sample_id, conversation_id, source, split, each a list of S."""
+    def columns(self) -> dict[str, list[Any]]:
+        """What the samples are: sample_id, conversation_id, source, split (strings) and finished
+        (true, false or null), each a list of S."""
         return json.loads(bytes(bytes_of(self.tensor("samples"))))

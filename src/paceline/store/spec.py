@@ -14,7 +14,7 @@ DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-CODEC_NAMES = ("raw",)
+CODEC_NAMES = ("raw", "lossless", "int8", "fp8")
 # Whether `last` stands before the target's final norm (paceline's own always) or after it.
 PRE_NORM, POST_NORM = "pre", "post"
 # An id and a mask byte per token; ids, counts, offsets and checksum of a sample.

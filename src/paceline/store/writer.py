@@ -20,7 +20,8 @@ from paceline.store.spec import StoreSpec
 
 logger = logging.getLogger(__name__)
 
-COLUMNS = ("sample_id", "conversation_id", "source", "split")
+# What a sample is besides its tensors; kept as JSON columns.
+COLUMNS = ("sample_id", "conversation_id", "source", "split", "finished")
 # What follows the streamed tensor starts at a multiple of this, so that any tool can map it.
 _ALIGN_BYTES = 8
 
@@ -51,7 +52,7 @@ class ShardWriter:
         not stored, and the writer can go on unless the disk failed.
         """
         self._check(sample, aux, last)
-        states = {"aux": aux[: sample.num_aux_rows].cpu(), "last": last.cpu()}
+        states = {"aux": aux[: sample.num_aux_rows], "last": last}
         encoded = {name: self._codec.encode(value) for name, value in states.items()}
         num_bytes = (
             sum(p.nbytes for parts in encoded.values() for p in parts) + sample.num_tokens * 5
@@ -143,7 +144,7 @@ class _ShardInWork:
             "last": codec.parts((spec.hidden_size,)),
         }
         self._held: dict[str, list[torch.Tensor]] = {"input_ids": [], "loss_mask": []}
-        self._columns: dict[str, list[str]] = {name: [] for name in COLUMNS}
+        self._columns: dict[str, list[str | bool | None]] = {name: [] for name in COLUMNS}
         self._offsets = [(0, 0, 0)]
         self._byte_offsets: dict[str, list[int]] = {}
         self._num_past_end: list[int] = []

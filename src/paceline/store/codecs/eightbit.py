@@ -1,0 +1,94 @@
+"""Codecs `int8` and `fp8`: a byte for each value and a scale for each group of a token's row.
+
+value = code * scale. Scales are never shared between tokens: the first token of a sequence holds
+values of 24,960 where all others stay under 520, and would leave the others no digits.
+Legend: R rows, D target hidden width, G groups of a row, W width of a group.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.errors import StoreError
+from paceline.ops.dequantise import dequantise
+from paceline.store.codecs.base import Part
+
+_WIDEST_GROUP = 128
+_NARROWEST_GROUP = 32
+
+
+@dataclass(frozen=True)
+class CodeFormat:
+    """One kind of 8-bit code. top: the largest code. is_grouped: a scale for at most 128
+    neighbouring values, else one for the whole row."""
+
+    name: str
+    dtype: torch.dtype
+    top: float
+    is_grouped: bool
+
+
+INT8 = CodeFormat("int8", torch.int8, 127.0, is_grouped=True)
+# Finite values of e4m3 end at 448; its own exponent does what int8 needs groups for.
+FP8 = CodeFormat("fp8", torch.float8_e4m3fn, 448.0, is_grouped=False)
+
+
+class EightBitCodec:
+    """Implements `Codec`. Encodes on the device where the states are."""
+
+    def __init__(self, dtype: torch.dtype, code: CodeFormat, hidden_size: int) -> None:
+        self.dtype = dtype
+        self.code = code
+        self.group_width = _group_width(hidden_size) if code.is_grouped else hidden_size
+
+    def parts(self, row_shape: tuple[int, ...]) -> tuple[Part, ...]:
+        groups = (*row_shape[:-1], row_shape[-1] // self.group_width)
+        return (Part("", self.code.dtype, row_shape), Part(".scale", torch.bfloat16, groups))
+
+    def encode(self, states: torch.Tensor) -> list[torch.Tensor]:
+        grouped = states.float().unflatten(-1, (-1, self.group_width))
+        largest = grouped.abs().amax(-1, keepdim=True)
+        if not bool(torch.isfinite(largest).all()):
+            raise StoreError(f"codec {self.code.name} cannot hold states that are not finite")
+        scale = _round_up_to_bfloat16(largest / self.code.top)
+        # A group of zeros has scale 0; its codes must be zeros, not 0 / 0.
+        codes = grouped / scale.where(scale > 0, 1.0)
+        if self.code.dtype == torch.int8:
+            codes = codes.round_()
+        codes = codes.clamp_(-self.code.top, self.code.top).to(self.code.dtype)
+        return [codes.flatten(-2).cpu().contiguous(), scale[..., 0].bfloat16().cpu().contiguous()]
+
+    def decode(
+        self,
+        parts: Sequence[torch.Tensor],
+        shape: tuple[int, ...],
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        codes, scale = parts
+        if out is None:
+            out = torch.empty(shape, dtype=self.dtype, device=codes.device)
+        return dequantise(codes.view(shape), scale, out)
+
+
+def _group_width(hidden_size: int) -> int:
+    """The widest group of at most 128 values that divides the row."""
+    if hidden_size <= _WIDEST_GROUP:
+        return hidden_size
+    for width in range(_WIDEST_GROUP, _NARROWEST_GROUP - 1, -1):
+        if hidden_size % width == 0:
+            return width
+    raise StoreError(
+        f"codec int8 needs a hidden size with a divisor from {_NARROWEST_GROUP} to "
+        f"{_WIDEST_GROUP}; {hidden_size} has none: use fp8 or lossless"
+    )
+
+
+def _round_up_to_bfloat16(values: torch.Tensor) -> torch.Tensor:
+    """Non-negative float32 -> the nearest bfloat16 not below, as float32.
+
+    A scale that was rounded up before it is used costs no accuracy for being short, and no value
+    falls outside the codes.
+    """
+    bits = values.view(torch.int32)
+    return ((bits + 0xFFFF) & ~0xFFFF).view(torch.float32)
