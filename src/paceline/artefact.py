@@ -11,14 +11,20 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
 from paceline import fingerprint
 from paceline.contracts import LOCK_NAME, MANIFEST_NAME, SCHEMA_VERSIONS
-from paceline.errors import FingerprintMismatch, LockedError, PacelineError, UsageError
+from paceline.errors import (
+    FingerprintMismatch,
+    LockedError,
+    PacelineError,
+    StoreCorruption,
+    UsageError,
+)
 
 RUNNING = "running"
 COMPLETE = "complete"
@@ -30,7 +36,8 @@ class Manifest:
 
     inputs: for each input its path and its fingerprint (a string, or a dict of named parts so
     that a difference can be named). options: those that shape the result. result: the stage's own
-    summary. fingerprint: identifies this folder's content as an input of later stages.
+    summary. fingerprint: identifies this folder's content as an input of later stages. checksum:
+    of all other fields, so that a damaged manifest is found; one without it is taken as it is.
     """
 
     stage: str
@@ -43,6 +50,11 @@ class Manifest:
     finished: str | None = None
     result: dict[str, Any] = field(default_factory=dict)
     fingerprint: str | None = None
+    checksum: str | None = None
+
+    def of_content(self, content: str) -> str:
+        """The fingerprint of a folder with these inputs and options and this content."""
+        return fingerprint.of_json([self.stage, self.schema, self.inputs, self.options, content])
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -82,8 +94,10 @@ def load_manifest(folder: str | Path, stage: str | None = None) -> Manifest:
         raise UsageError(f"{folder} is not a {wanted}: it has no {MANIFEST_NAME}")
     try:
         manifest = Manifest(**json.loads(path.read_text()))
-    except (json.JSONDecodeError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise UsageError(f"{path} is not a manifest that this paceline reads: {error}") from error
+    if manifest.checksum not in (None, _checksum(manifest)):
+        raise StoreCorruption(f"{path} does not match its checksum: it was damaged or edited")
     if stage and manifest.stage != stage:
         raise UsageError(f"{folder} was made by `paceline {manifest.stage}`, not by `{stage}`")
     known = SCHEMA_VERSIONS.get(manifest.stage)
@@ -123,17 +137,14 @@ class StageFolder:
 
     def finish(self, result: Mapping[str, Any], content: str) -> dict[str, Any]:
         """Commit the folder: `content` is the fingerprint of what was written. Returns result."""
-        base = asdict(self.manifest)
-        base.update(
+        self.manifest = replace(
+            self.manifest,
             status=COMPLETE,
             result=dict(result),
             finished=_now(),
-            fingerprint=fingerprint.of_json(
-                [base["stage"], base["schema"], base["inputs"], base["options"], content]
-            ),
+            fingerprint=self.manifest.of_content(content),
         )
-        self.manifest = Manifest(**base)
-        write_json(self.path / MANIFEST_NAME, asdict(self.manifest))
+        _save(self.path, self.manifest)
         return self.manifest.result
 
 
@@ -175,7 +186,7 @@ def open_stage(
                 f"{folder} is not empty ({strangers[0]} ...) and has no {MANIFEST_NAME}: "
                 "choose a new folder, or pass overwrite to start over in this one"
             )
-        write_json(folder / MANIFEST_NAME, asdict(wanted))
+        _save(folder, wanted)
         yield StageFolder(folder, wanted, resumed=False)
 
 
@@ -198,6 +209,15 @@ def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str
         elif a != b:
             lines.append(f"{key}: was {a!r}, now {b!r}")
     return lines
+
+
+def _save(folder: Path, manifest: Manifest) -> None:
+    sealed = replace(manifest, checksum=_checksum(manifest))
+    write_json(folder / MANIFEST_NAME, asdict(sealed))
+
+
+def _checksum(manifest: Manifest) -> str:
+    return fingerprint.of_json(_plain(asdict(replace(manifest, checksum=None))))
 
 
 def _refuse_differences(folder: Path, found: Manifest, wanted: Manifest) -> None:

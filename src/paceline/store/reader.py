@@ -9,13 +9,12 @@ from threading import Lock
 import numpy as np
 import torch
 
-from paceline import fingerprint
-from paceline.artefact import Manifest, load_finished, load_manifest
+from paceline.artefact import COMPLETE, Manifest, load_finished, load_manifest
 from paceline.contracts import SampleRecord
-from paceline.errors import StoreError
+from paceline.errors import StoreCorruption, StoreError
 from paceline.store.codecs import codec_of
 from paceline.store.files import remove_leftovers, shard_numbers, shard_path
-from paceline.store.index import open_index
+from paceline.store.index import Index, open_index
 from paceline.store.shard import Shard
 from paceline.store.spec import StoreSpec
 
@@ -50,10 +49,12 @@ class Store:
         self.folder = Path(folder)
         load = load_manifest if unfinished else load_finished
         self.manifest: Manifest = load(self.folder, "extract")
-        self.records = open_index(self.folder)
+        index = open_index(self.folder, keep=self.manifest.status == COMPLETE)
+        self._check_content(index)
+        self.records = index.records
         self._shards: OrderedDict[int, Shard] = OrderedDict()
         self._lock = Lock()
-        self.spec = self._find_spec()
+        self.spec = self._find_spec(index)
         self._codec = codec_of(self.spec)
 
     def __len__(self) -> int:
@@ -106,18 +107,30 @@ class Store:
             if number in self._shards:
                 self._shards.move_to_end(number)
                 return self._shards[number]
-            shard = self._shards[number] = Shard(shard_path(self.folder, number))
+            shard = Shard(shard_path(self.folder, number))
+            if shard.header_checksum != self.records.shard_header(number):
+                raise StoreCorruption(f"{shard.path} is another shard than the index knows")
+            self._shards[number] = shard
             if len(self._shards) > _MAX_OPEN_SHARDS:
                 # Views that callers still hold keep their mapping alive.
                 self._shards.popitem(last=False)
             return shard
 
-    def _find_spec(self) -> StoreSpec:
+    def _check_content(self, index: Index) -> None:
+        if self.manifest.status == COMPLETE and (
+            self.manifest.of_content(index.content) != self.manifest.fingerprint
+        ):
+            raise StoreCorruption(
+                f"{self.folder} does not hold what its manifest says: shards are missing, were "
+                "added or changed since it was finished"
+            )
+
+    def _find_spec(self, index: Index) -> StoreSpec:
         if "store" in self.manifest.result:
             return StoreSpec.from_dict(self.manifest.result["store"])
-        if not len(self.records.shard_numbers):
+        if index.spec is None:
             raise StoreError(f"{self.folder} has no published shard yet")
-        return self._shard(int(self.records.shard_numbers[0])).spec
+        return index.spec
 
 
 def published_ids(folder: str | Path) -> set[str]:
@@ -132,14 +145,8 @@ def published_ids(folder: str | Path) -> set[str]:
 
 def content_fingerprint(folder: str | Path) -> str:
     """A fingerprint of all published samples that does not depend on their order or on the
-    borders of shards: of the spec and of the samples' sorted checksums."""
-    spec, checksums = None, [np.empty((0, 16), np.uint8)]
-    for shard in _all_shards(Path(folder)):
-        spec = shard.spec.identity()
-        checksums.append(shard.tensor("sample_checksums").numpy())
-    halves = np.concatenate(checksums).view(">u8")
-    in_order = halves[np.lexsort((halves[:, 1], halves[:, 0]))]
-    return fingerprint.of_json([spec, fingerprint.of_bytes(in_order.tobytes())])
+    borders of shards. Leaves the index beside them."""
+    return open_index(Path(folder)).content
 
 
 def _all_shards(folder: Path) -> Iterator[Shard]:

@@ -10,12 +10,13 @@ from typing import Self
 
 import torch
 
+from paceline.artefact import differences
 from paceline.contracts import TokenSample
 from paceline.errors import StoreError
 from paceline.store import checksum
 from paceline.store.codecs import Codec, codec_of
-from paceline.store.files import AsideFile
-from paceline.store.shard import HEADER_BYTES, TensorEntry, build_header, bytes_of
+from paceline.store.files import AsideFile, shard_numbers, shard_path
+from paceline.store.shard import HEADER_BYTES, Shard, TensorEntry, build_header, bytes_of
 from paceline.store.spec import StoreSpec
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class ShardWriter:
         self._codec = codec_of(spec)
         self._seen: set[str] = set()
         self._shard: _ShardInWork | None = None
+        self._refuse_other_store()
 
     def add(self, sample: TokenSample, aux: torch.Tensor, last: torch.Tensor) -> None:
         """Store one sample.
@@ -108,6 +110,14 @@ class ShardWriter:
             shard.num_samples,
             shard.num_bytes,
         )
+
+    def _refuse_other_store(self) -> None:
+        for number in shard_numbers(self.folder)[:1]:
+            found = Shard(shard_path(self.folder, number)).spec.identity()
+            if lines := differences(found, self.spec.identity()):
+                raise StoreError(
+                    f"{self.folder} holds shards of another store: " + "; ".join(lines)
+                )
 
     def _check(self, sample: TokenSample, aux: torch.Tensor, last: torch.Tensor) -> None:
         spec = self.spec
