@@ -5,8 +5,9 @@ file of them. An option marked `identity=False` may change between two runs of t
 decides how fast or where, never what.
 """
 
+import difflib
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -17,9 +18,13 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
-def opt(default: Any, doc: str, *, identity: bool = True, **constraints: Any) -> Any:
-    """A field with its documentation; `identity=False` keeps it out of what names the work."""
-    return Field(default, description=doc, json_schema_extra={"identity": identity}, **constraints)
+def opt(
+    default: Any, doc: str, *, identity: bool = True, positional: bool = False, **constraints: Any
+) -> Any:
+    """A field with its documentation; `identity=False` keeps it out of what names the work,
+    `positional=True` lets it be given without its name."""
+    extra = {"identity": identity, "positional": positional}
+    return Field(default, description=doc, json_schema_extra=extra, **constraints)
 
 
 class Options(BaseModel):
@@ -35,6 +40,15 @@ class Options(BaseModel):
             if (info.json_schema_extra or {}).get("identity", True)
         }
         return self.model_dump(mode="json", include=shaping)
+
+
+def positional_options(model: type[Options]) -> list[str]:
+    """Names of the options that may be given without their names, in order."""
+    return [
+        name
+        for name, info in model.model_fields.items()
+        if (info.json_schema_extra or {}).get("positional")
+    ]
 
 
 class StageOptions(Options):
@@ -297,7 +311,16 @@ class ReportOptions(StageOptions):
     """`report`: one self-contained HTML page about a run."""
 
     run_dir: str = opt("", "Folder that holds the stages' folders.", identity=False)
-    title: str | None = opt(None, "Title of the page; None: the folder's name.")
+    out: str = opt("", "Folder of the page; left out: `report` inside `run_dir`.", identity=False)
+    title: str | None = opt(None, "Title of the page; None: the target's and the run's names.")
+
+
+class InspectOptions(Options):
+    """`inspect`: what an artefact folder holds, and whether it is whole."""
+
+    folder: str = opt("", "Folder that a stage of paceline wrote.", positional=True)
+    verify: bool = opt(False, "Read everything and compare it with its checksums.")
+    sample: str | None = opt(None, "Id of the sample to show decoded; None: the first one.")
 
 
 STAGES = ("prepare", "generate", "extract", "align", "train", "evaluate", "export", "report")
@@ -320,16 +343,40 @@ class Recipe(Options):
     report: ReportOptions = Field(default_factory=ReportOptions)
 
 
+class RunOptions(Options):
+    """`run`: all stages of a recipe, in order; finished ones are skipped."""
+
+    recipe: str | Recipe = opt("", "Recipe: a YAML file.", positional=True)
+    overrides: list[str] = opt(
+        [], "Changes to the recipe, such as `train.epochs=2`.", positional=True
+    )
+
+
 def build(model: type[Options], values: dict[str, Any], where: str = "options") -> Any:
     """Validate options; all problems are told in one UsageError, by name."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        lines = [
-            f"  {'.'.join(map(str, e['loc'])) or model.__name__}: {e['msg']}"
-            for e in error.errors()
-        ]
+        lines = [f"  {_problem(model, e['loc'], e['type'], e['msg'])}" for e in error.errors()]
         raise UsageError(f"{where}:\n" + "\n".join(lines)) from error
+
+
+def _problem(model: type[Options], place: tuple[int | str, ...], kind: str, text: str) -> str:
+    name = ".".join(map(str, place)) or model.__name__
+    if kind != "extra_forbidden":
+        return f"{name}: {text.removeprefix('Value error, ')}"
+    known = _options_at(model, place[:-1])
+    close = difflib.get_close_matches(str(place[-1]), known, n=1)
+    return f"{name}: no such option" + (f"; did you mean {close[0]}?" if close else "")
+
+
+def _options_at(model: type[Options], place: tuple[int | str, ...]) -> list[str]:
+    """Names of the options of the group at `place`, a path of group names."""
+    for name in place:
+        kind = model.model_fields[str(name)].annotation
+        # A group that may be left out is a union of its model and None.
+        model = next(t for t in (kind, *get_args(kind)) if isinstance(t, type))
+    return list(model.model_fields)
 
 
 def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
@@ -342,13 +389,22 @@ def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
         raise UsageError(f"{path}: no such recipe")
     try:
         values = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not YAML: {error}") from error
     if not isinstance(values, dict):
         raise UsageError(f"{path}: a recipe is a mapping of option names")
+    return _with_overrides(values, overrides, where=str(path))
+
+
+def override_recipe(recipe: Recipe, overrides: list[str]) -> Recipe:
+    """A recipe with dotted overrides applied; what was left open stays open."""
+    return _with_overrides(recipe.model_dump(exclude_unset=True), overrides, where="recipe")
+
+
+def _with_overrides(values: dict[str, Any], overrides: list[str], where: str) -> Recipe:
     for override in overrides:
         _apply(values, override)
-    return build(Recipe, values, where=str(path))
+    return build(Recipe, values, where=where)
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
@@ -357,13 +413,19 @@ def _apply(values: dict[str, Any], override: str) -> None:
         raise UsageError(f"override {override!r}: write NAME.NAME=VALUE")
     *groups, leaf = name.split(".")
     for group in groups:
-        values = values.setdefault(group, {})
+        if values.get(group) is None:
+            values[group] = {}
+        values = values[group]
         if not isinstance(values, dict):
             raise UsageError(f"override {override!r}: {group} is not a group of options")
-    values[leaf] = _parse_scalar(text)
+    try:
+        values[leaf] = parse_scalar(text)
+    except yaml.YAMLError as error:
+        raise UsageError(f"override {override!r}: {text!r} is not a value: {error}") from error
 
 
-def _parse_scalar(text: str) -> Any:
+def parse_scalar(text: str) -> Any:
+    """A value as YAML says it, numbers such as 1e-3 included."""
     # YAML 1.1 reads 1e-3 as a string; people mean the number.
     try:
         return float(text) if "e" in text.lower() and "." not in text else yaml.safe_load(text)

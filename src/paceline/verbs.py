@@ -8,7 +8,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from paceline.recipe import Options, build
+from paceline.errors import UsageError
+from paceline.recipe import Options, build, positional_options
 
 
 class _Verb(ModuleType):
@@ -16,13 +17,23 @@ class _Verb(ModuleType):
 
     VERB: tuple[type[Options], Any]
 
-    def __call__(self, options: Options | None = None, /, **values: Any) -> dict[str, Any]:
+    def __call__(self, *given: Any, **values: Any) -> dict[str, Any]:
+        """Run with an options object, or with options by name (a few also by position)."""
         model, run = self.VERB
-        if options is None:
-            options = build(model, values, where=self.__name__)
-        elif values:
-            options = build(model, {**options.model_dump(), **values}, where=self.__name__)
-        return run(options)
+        if given and isinstance(given[0], model):
+            values = {**given[0].model_dump(), **values}
+        else:
+            values |= _by_position(model, given)
+        return run(build(model, values, where=self.__name__))
+
+
+def _by_position(model: type[Options], given: tuple[Any, ...]) -> dict[str, Any]:
+    names = positional_options(model)
+    if len(given) > len(names):
+        raise UsageError(
+            f"{model.__name__} takes {len(names)} options without a name, {len(given)} were given"
+        )
+    return dict(zip(names, given, strict=False))
 
 
 def make_callable(module_name: str) -> None:

@@ -79,12 +79,16 @@ def pool(counts: Sequence[Counts], bootstrap: int, seed: int) -> dict[str, Any]:
     """
     steps = np.array([c.verify_steps for c in counts], np.int64)
     accepted = np.array([c.accepted for c in counts], np.int64)
+    per_position = np.stack([c.per_position for c in counts])
     total_steps = int(steps.sum())
-    per_position = sum((c.per_position for c in counts), np.zeros_like(counts[0].per_position))
+    length_interval, *position_intervals = _intervals(
+        np.column_stack([accepted, per_position]), steps, bootstrap, seed
+    )
     return {
         "acceptance_length": acceptance_length(int(accepted.sum()), total_steps),
-        "interval": _interval(accepted, steps, bootstrap, seed),
-        "per_position": (per_position / max(total_steps, 1)).tolist(),
+        "interval": length_interval and [1.0 + bound for bound in length_interval],
+        "per_position": (per_position.sum(0) / max(total_steps, 1)).tolist(),
+        "per_position_intervals": position_intervals,
         "verify_steps": total_steps,
         "accepted": int(accepted.sum()),
         "left_out": sum(c.left_out for c in counts),
@@ -136,13 +140,17 @@ def definition(num_draft_tokens: Sequence[int]) -> str:
     return f"{ACCEPTANCE_DEFINITION}; K = {', '.join(map(str, num_draft_tokens))}"
 
 
-def _interval(
-    accepted: np.ndarray, steps: np.ndarray, bootstrap: int, seed: int
-) -> list[float] | None:
+def _intervals(
+    numerators: np.ndarray, steps: np.ndarray, bootstrap: int, seed: int
+) -> list[list[float] | None]:
+    """95% percentile intervals of sum(numerator) / sum(steps) for each column of numerators
+    [conversations, columns]; the same resamples of conversations serve all columns."""
     if not steps.sum():
-        return None
+        return [None] * numerators.shape[1]
     generator = np.random.default_rng(seed)
     chosen = generator.integers(0, len(steps), (bootstrap, len(steps)))
-    sums = steps[chosen].sum(1)
-    lengths = 1.0 + accepted[chosen].sum(1) / np.maximum(sums, 1)
-    return np.percentile(lengths[sums > 0], _INTERVAL).tolist()
+    # How often each resample has each conversation: sums over a resample are then a product.
+    weights = np.stack([np.bincount(row, minlength=len(steps)) for row in chosen]).astype(float)
+    sums = weights @ steps
+    ratios = (weights @ numerators)[sums > 0] / sums[sums > 0, None]
+    return np.percentile(ratios, _INTERVAL, axis=0).T.tolist()

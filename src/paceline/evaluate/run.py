@@ -16,7 +16,14 @@ from paceline.device import choose_device, choose_dtype, dtype_name
 from paceline.draft.checkpoint import load_draft
 from paceline.draft.model import Draft
 from paceline.errors import EvaluationError, FingerprintMismatch, UsageError
-from paceline.evaluate.acceptance import Answer, Counts, definition, table, walk
+from paceline.evaluate.acceptance import (
+    Answer,
+    Counts,
+    definition,
+    served_quotients,
+    table,
+    walk,
+)
 from paceline.evaluate.baselines import BigramTable, prompt_lookup_answer
 from paceline.evaluate.chain import draft_answers, spans_of
 from paceline.evaluate.decode import SpeculativeDecoder
@@ -195,6 +202,7 @@ def _decode(options: EvaluateOptions, draft: Draft, target: Target) -> dict[str,
     decoder = SpeculativeDecoder(model, draft, plan)
     walks = _Walks(options.num_draft_tokens, {}, {})
     equal = total = 0
+    requests: dict[int, list[tuple[int, int]]] = {k: [] for k in options.num_draft_tokens}
     with progress_bar("decode", len(samples), "sample") as bar:
         for sample in samples:
             prompt = sample.input_ids[: int(np.flatnonzero(sample.loss_mask)[0])]
@@ -203,6 +211,7 @@ def _decode(options: EvaluateOptions, draft: Draft, target: Target) -> dict[str,
             for k in options.num_draft_tokens:
                 decoded = decoder.decode(prompt, k, options.max_new_tokens, end_ids)
                 counts[k] = decoded.counts
+                requests[k].append((len(decoded.tokens), decoded.counts.verify_steps))
                 equal += decoded.tokens == plain
                 total += 1
             walks.add(sample.conversation_id or sample.sample_id, sample.source, counts)
@@ -211,4 +220,5 @@ def _decode(options: EvaluateOptions, draft: Draft, target: Target) -> dict[str,
         "results": walks.table(options),
         "baselines": {},
         "lossless": {"equal_outputs": equal, "outputs": total},
+        "quotients": {str(k): served_quotients(*zip(*r, strict=True)) for k, r in requests.items()},
     }
