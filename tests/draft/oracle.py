@@ -18,6 +18,7 @@ class Shape:
     qk_norm: bool = False
     aux_norm: str = "rms"
     norm_output: bool = False
+    norm_before_residual: bool = False
 
 
 @dataclass
@@ -55,7 +56,10 @@ def states_of_steps(w, shape, doc, embedding, steps, read=None):
         elif shape.aux_norm == "static":
             x = x * w["aux_norm.scale"][a]
         parts.append(x)
-    fused = torch.cat(parts, -1) @ w["fc.weight"].T
+    joined = torch.cat(parts, -1)
+    if shape.aux_norm == "joint":
+        joined = rms(joined, w["aux_norm.norm.weight"], shape.eps)
+    fused = joined @ w["fc.weight"].T
     keys = [[] for _ in range(shape.num_layers)]
     values = [[] for _ in range(shape.num_layers)]
     state, states = fused, []
@@ -75,6 +79,8 @@ def states_of_steps(w, shape, doc, embedding, steps, read=None):
                     ],
                     -1,
                 )
+                if shape.norm_before_residual:
+                    x = rms(x, w[pre + "hidden_norm.weight"], shape.eps)
             else:
                 z = rms(x, w[pre + "input_layernorm.weight"], shape.eps)
             attn = pre + "self_attn."

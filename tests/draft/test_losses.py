@@ -16,6 +16,9 @@ VARIANTS = [
     {},
     {"aux_norm": "static"},
     {"aux_norm": "none"},
+    {"aux_norm": "joint"},
+    {"norm_before_residual": True},
+    {"norm_before_residual": True, "num_layers": 2, "norm_output": True},
     {"norm_output": True},
     {"qk_norm": True},
     {"num_layers": 2},
@@ -62,7 +65,11 @@ def assert_equal(draft, total, weights, expected):
 
 @settings(max_examples=25, deadline=None)
 @given(
-    first=masks, second=masks, steps=st.integers(1, 4), chunk=st.integers(1, 9), packed=st.booleans()
+    first=masks,
+    second=masks,
+    steps=st.integers(1, 4),
+    chunk=st.integers(1, 9),
+    packed=st.booleans(),
 )
 def test_loss_and_gradients_equal_the_oracle(first, second, steps, chunk, packed):
     first[1], second[-1] = True, True

@@ -70,6 +70,7 @@ def shape_of(config):
         qk_norm=config.qk_norm,
         aux_norm=config.aux_norm,
         norm_output=config.norm_output,
+        norm_before_residual=config.norm_before_residual,
     )
 
 

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 from paceline.errors import TrainingError
 from paceline.recipe import DraftOptions
 
-AUX_NORMS = ("rms", "static", "none")
+AUX_NORMS = ("rms", "joint", "static", "none")
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,9 @@ class DraftConfig:
 
     rope: transformers-5 form, `rope_theta` and `rope_type` and the scaling's own keys.
     aux_layers: hidden-state indices k. aux_norm: `rms` a trained RMSNorm per auxiliary state,
-    `static` a fixed scale per state, `none`. norm_output: the normed state, not the residual
-    stream, is fed to the next step (EAGLE-3.1).
+    `joint` one RMSNorm over all of them side by side (others' `norm_before_fc`), `static` a fixed
+    scale per state, `none`. norm_output: the normed state, not the residual stream, is fed to the
+    next step (EAGLE-3.1). norm_before_residual: the first layer's residual is the normed state.
     """
 
     hidden_size: int
@@ -38,6 +39,7 @@ class DraftConfig:
     qk_norm: bool = False
     aux_norm: str = "rms"
     norm_output: bool = False
+    norm_before_residual: bool = False
 
     def __post_init__(self) -> None:
         problems = []

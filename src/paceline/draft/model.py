@@ -66,7 +66,8 @@ class MLP(nn.Module):
 
 class DraftLayer(nn.Module):
     """One decoder layer. The first reads [norm(embedding), norm(state)]; the residual is the
-    un-normed state. Later ones read norm(state), as any llama layer."""
+    un-normed state (the normed one where `norm_before_residual`). Later ones read norm(state), as
+    any llama layer."""
 
     def __init__(self, config: DraftConfig, first: bool) -> None:
         super().__init__()
@@ -75,6 +76,7 @@ class DraftLayer(nn.Module):
         self.self_attn = Attention(config, config.hidden_size * (2 if first else 1))
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
+        self.norm_before_residual = first and config.norm_before_residual
 
     def attention_input(self, embedding_RE: torch.Tensor, state_RE: torch.Tensor) -> torch.Tensor:
         """[R, 2E] for the first layer, [R, E] for later ones (which do not read the embedding)."""
@@ -84,12 +86,15 @@ class DraftLayer(nn.Module):
 
     def finish(self, state_RE: torch.Tensor, mixed_RHK: torch.Tensor) -> torch.Tensor:
         """Residual stream after attention output and MLP, [R, E]."""
+        if self.norm_before_residual:
+            state_RE = self.hidden_norm(state_RE)
         state_RE = state_RE + self.self_attn.o_proj(mixed_RHK.flatten(1))
         return state_RE + self.mlp(self.post_attention_layernorm(state_RE))
 
 
 class AuxNorm(nn.Module):
-    """The norm in front of `fc`: one RMSNorm, one fixed scale, or nothing per auxiliary state."""
+    """The norm in front of `fc`: an RMSNorm, a fixed scale or nothing per auxiliary state, or one
+    RMSNorm over all of them."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -99,6 +104,8 @@ class AuxNorm(nn.Module):
                 RMSNorm(config.target_hidden_size, config.rms_norm_eps)
                 for _ in range(config.num_aux)
             )
+        elif self.kind == "joint":
+            self.norm = RMSNorm(config.num_aux * config.target_hidden_size, config.rms_norm_eps)
         elif self.kind == "static":
             # Multiplied in; measured on the data, frozen, folded into `fc` at export.
             self.register_buffer("scale", torch.ones(config.num_aux))
@@ -108,7 +115,8 @@ class AuxNorm(nn.Module):
             return torch.cat([norm(aux_RAD[:, a]) for a, norm in enumerate(self.norms)], -1)
         if self.kind == "static":
             aux_RAD = aux_RAD * self.scale.to(aux_RAD.dtype)[:, None]
-        return aux_RAD.flatten(1)
+        joined = aux_RAD.flatten(1)
+        return self.norm(joined) if self.kind == "joint" else joined
 
 
 class Draft(nn.Module):
