@@ -14,7 +14,7 @@ from paceline.target.spec import Target
 # Engines by name, imported only when asked for: vLLM and httpx load for those who use them.
 _ENGINES = {
     "transformers": "paceline.answers.transformers_engine:open_engine",
-    "vllm": "paceline.extract.vllm_answers:open_engine",
+    "vllm": "paceline.extract.vllm.answers:open_engine",
     "openai": "paceline.answers.openai_engine:open_engine",
 }
 

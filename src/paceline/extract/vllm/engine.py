@@ -1,0 +1,171 @@
+"""The `vllm` engine: a target in vLLM, its hidden states through a tap in the workers.
+
+Everything of vLLM's that is used here is public: `LLM`, its engine's `add_request`, `step`,
+`abort_request` and `collective_rpc`.
+"""
+
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.contracts import LayerPlan, TokenSample
+from paceline.errors import EngineError
+from paceline.extract.engine import EngineInfo
+from paceline.extract.sink import Destination
+from paceline.extract.vllm import wire
+from paceline.extract.vllm.capture import Capture, CaptureSetup, slot_count
+from paceline.extract.vllm.extension import driver_message
+from paceline.extract.vllm.settings import VllmSettings, check_effective, set_environment
+from paceline.extract.vllm.wire import Message
+
+logger = logging.getLogger(__name__)
+
+
+class VllmEngine:
+    """See `extract.engine.Engine`. One vLLM engine, in this process or in those it starts."""
+
+    def __init__(self, settings: VllmSettings, num_layers: int, dtype: str) -> None:
+        set_environment(settings.environment)
+        import vllm
+
+        self._settings = settings
+        self._num_layers = num_layers
+        self._number = 0
+        self._compared = False
+        self._requests: set[str] = set()
+        # vLLM's constructors raise whatever their parts raise.
+        try:
+            self._llm = vllm.LLM(**settings.arguments)
+        except Exception as error:
+            raise EngineError(
+                f"vLLM {vllm.__version__} could not load {settings.arguments['model']}: {error}"
+            ) from error
+        self._engine = self._llm.llm_engine
+        self.all_settings = self.call("paceline_settings")
+        for answer in self.all_settings:
+            if "error" in answer:
+                wire.raise_error(answer["error"])
+        self.settings = check_effective(self.all_settings, dtype)
+        self.info = EngineInfo("vllm", vllm.__version__, dtype, self._recorded())
+
+    def capture(
+        self,
+        samples: Iterable[TokenSample],
+        plan: LayerPlan,
+        destination: Destination,
+        on_tokens: Callable[[int], None],
+    ) -> None:
+        compare = self.settings["tensor_parallel"] > 1 and not self._compared
+        spec = destination.spec
+        row_bytes = len(plan.all) * spec.hidden_size * spec.torch_dtype.itemsize + 16
+        slot_bytes = row_bytes * self.settings["max_num_batched_tokens"]
+        writers = 1 if self.settings["device"] == "cpu" else 2
+        with tempfile.TemporaryDirectory(dir=self._settings.scratch) as spool:
+            setup = CaptureSetup(
+                plan=plan,
+                destination=destination,
+                num_layers=self._num_layers,
+                num_slots=slot_count(self._settings.host_memory_bytes, slot_bytes),
+                writers=[self._settings.replica * writers + i for i in range(writers)],
+                spool=spool,
+                compare_ranks=compare,
+                driver=driver_message(),
+            )
+            Capture(self, setup, on_tokens).run(samples)
+        self._compared = True
+
+    def greedy(self, prompts: Sequence[np.ndarray], num_tokens: int) -> list[list[int]]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=num_tokens, temperature=0.0, ignore_eos=True, detokenize=False
+        )
+        return self.complete([np.asarray(p).tolist() for p in prompts], params)
+
+    def complete(self, prompts: Sequence[list[int]], params: Any) -> list[list[int]]:
+        """Token ids that vLLM writes after each prompt, by one set of sampling parameters."""
+        names = [f"paceline-text-{self.next_number()}" for _ in prompts]
+        for name, prompt in zip(names, prompts, strict=True):
+            self._add(name, prompt, params)
+        answers: dict[str, list[int]] = {}
+        while self.busy():
+            for output in self._step():
+                answers[output.request_id] = list(output.outputs[0].token_ids)
+        return [answers[name] for name in names]
+
+    def close(self) -> None:
+        """Let go of the model; processes that vLLM started end."""
+        if self._llm is not None:
+            shutdown = getattr(self._engine.engine_core, "shutdown", None)
+            if shutdown is not None:
+                shutdown()
+            self._llm = self._engine = None
+
+    # --- what a capture needs: see capture.Requests ---
+
+    def next_number(self) -> int:
+        self._number += 1
+        return self._number
+
+    def add(self, request: str, prompt: list[int]) -> None:
+        from vllm import SamplingParams
+
+        # One token is sampled since a step must end so; nothing is decoded.
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
+        self._add(request, prompt, params)
+
+    def step(self) -> list[str]:
+        """Run one step; the ids of the requests that it finished."""
+        return [output.request_id for output in self._step()]
+
+    def busy(self) -> bool:
+        return self._engine.has_unfinished_requests()
+
+    def abort_all(self) -> None:
+        """Drop all that runs or waits, and finish a step that was left between its two phases."""
+        self._engine.abort_request(sorted(self._requests))
+        self._requests.clear()
+        self.call("paceline_settle")
+
+    def call(self, method: str, *args: Any) -> list[Message]:
+        """A method of the worker extension on every worker; one answer each, in rank order."""
+        return self._engine.collective_rpc(method, args=args)
+
+    def _add(self, request: str, prompt: list[int], params: Any) -> None:
+        self._engine.add_request(request, {"prompt_token_ids": prompt}, params)
+        self._requests.add(request)
+
+    def _step(self) -> list[Any]:
+        """One step; outputs of finished requests. What fails in vLLM leaves as an EngineError,
+        with the engine put back in order where it still lives."""
+        try:
+            outputs = self._engine.step()
+        except Exception as error:
+            self._recover(error)
+            raise EngineError(f"vLLM failed in a step: {error!r}") from error
+        finished = [output for output in outputs if output.finished]
+        self._requests.difference_update(output.request_id for output in finished)
+        return finished
+
+    def _recover(self, error: Exception) -> None:
+        try:
+            self.abort_all()
+        except Exception as second:
+            logger.warning("vLLM cannot be used any more after %r: %r", error, second)
+
+    def _recorded(self) -> Message:
+        own = ("tensor_rank", "stage")
+        known = {k: v for k, v in self.settings.items() if k not in own}
+        in_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
+        return {**known, "in_process": in_process, "torch": torch.__version__}
+
+
+def scratch_folder(path: Path) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    return path

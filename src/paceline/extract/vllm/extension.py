@@ -1,0 +1,219 @@
+"""The worker extension: what vLLM mixes into its workers (`worker_extension_cls`).
+
+Runs inside the worker process. Every method answers with plain values; an error is an answer too.
+"""
+
+import functools
+import os
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.errors import EngineError
+from paceline.extract.sink import Sink
+from paceline.extract.vllm import wire
+from paceline.extract.vllm.layers import find_decoder_layers, is_here
+from paceline.extract.vllm.rows import Ring
+from paceline.extract.vllm.runners import view_of
+from paceline.extract.vllm.sinks import BothSinks, DigestSink, SpoolSink
+from paceline.extract.vllm.tap import Tap
+from paceline.extract.vllm.wire import Message
+
+_WATCH_S = 0.2
+
+
+def _answering(method: Callable[..., Message]) -> Callable[..., Message]:
+    """Give errors back as values: an exception in an RPC loses its type, or kills an engine."""
+
+    @functools.wraps(method)
+    def answer(self: Any, *args: Any) -> Message:
+        try:
+            return method(self, *args)
+        except Exception as error:
+            return {"error": wire.error_message(error)}
+
+    return answer
+
+
+class Ranks:
+    """Where this worker stands among the others."""
+
+    def __init__(self) -> None:
+        from vllm.distributed import get_pp_group, get_tp_group
+
+        self.tensor, self.stage = get_tp_group().rank_in_group, get_pp_group().rank_in_group
+        self.num_tensor, self.num_stages = get_tp_group().world_size, get_pp_group().world_size
+
+
+class PacelineTap:
+    """Methods that the driver calls by name on every worker."""
+
+    @_answering
+    def paceline_settings(self: Any) -> Message:
+        """The effective settings, as this worker runs them."""
+        config, ranks = self.vllm_config, Ranks()
+        scheduler = config.scheduler_config
+        return {
+            "runner": view_of(self.model_runner).name,
+            "enforce_eager": bool(config.model_config.enforce_eager),
+            "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+            "speculative": config.speculative_config is not None,
+            "chunked_prefill": bool(scheduler.enable_chunked_prefill),
+            "async_scheduling": bool(scheduler.async_scheduling),
+            "max_num_batched_tokens": int(scheduler.max_num_batched_tokens),
+            "max_num_seqs": int(scheduler.max_num_seqs),
+            "max_model_len": int(config.model_config.max_model_len),
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "architecture": type(self.model_runner.get_model()).__name__,
+            "device": str(self.model_runner.device),
+            "tensor_parallel": ranks.num_tensor,
+            "pipeline_parallel": ranks.num_stages,
+            "tensor_rank": ranks.tensor,
+            "stage": ranks.stage,
+            "kv_blocks": int(config.cache_config.num_gpu_blocks or 0),
+        }
+
+    @_answering
+    def paceline_open(self: Any, setup: Message) -> Message:
+        """Install the tap; answers with the layers that this worker holds and writes."""
+        ranks = Ranks()
+        if ranks.tensor != 0 and not setup["compare_ranks"]:
+            return {"stage": ranks.stage, "held": []}
+        self.paceline_session = _Session(self.model_runner, setup, ranks)
+        return {"stage": ranks.stage, "held": list(self.paceline_session.tap.held)}
+
+    @_answering
+    def paceline_expect(self: Any, samples: list[Message]) -> Message:
+        if session := self.__dict__.get("paceline_session"):
+            session.tap.expect(dict(map(wire.read_sample, samples)))
+        return {}
+
+    @_answering
+    def paceline_events(self: Any, flush: bool) -> Message:
+        """What was done and poisoned since the last call; with `flush`, after all is written."""
+        session = self.__dict__.get("paceline_session")
+        return session.events(flush) if session else {}
+
+    @_answering
+    def paceline_reject(self: Any, sample: Message, reason: str) -> Message:
+        session = self.__dict__.get("paceline_session")
+        if session and session.store_sinks:
+            session.store_sinks[0].reject(wire.read_sample(sample)[1], reason)
+        return {}
+
+    @_answering
+    def paceline_close(self: Any, publish: bool) -> Message:
+        """Remove the tap; publish the last shard, or discard it."""
+        session = self.__dict__.pop("paceline_session", None)
+        return session.close(publish) if session else {}
+
+    @_answering
+    def paceline_settle(self: Any) -> Message:
+        """Finish a step that somebody left between its two phases."""
+        pending = self.model_runner.execute_model_state is not None
+        if pending:
+            self.sample_tokens(None)
+        return {"pending": pending}
+
+
+class _Session:
+    """One capture in one worker: ring, tap, sinks, and a watch over the driver."""
+
+    def __init__(self, runner: Any, setup: Message, ranks: Ranks) -> None:
+        plan = wire.read_plan(setup["plan"])
+        model = runner.get_model()
+        layers = find_decoder_layers(model, setup["num_layers"])
+        held = [k for k in plan.all if is_here(layers[max(k - 1, 0)])]
+        cuda = torch.device(runner.device).type == "cuda"
+        slot_bytes = _slot_bytes(setup, len(held))
+        self._stack = ExitStack()
+        self.store_sinks: list[Sink] = []
+        self.spool: SpoolSink | None = None
+        self.digest = DigestSink() if setup["compare_ranks"] else None
+        sinks = self._open_sinks(setup, ranks)
+        self.tap = Tap(
+            runner,
+            view_of(runner),
+            layers,
+            plan,
+            Ring(setup["num_slots"], slot_bytes, pinned=cuda),
+            sinks,
+        )
+        self._closed = threading.Event()
+        self._watch(setup["driver"])
+
+    def events(self, flush: bool) -> Message:
+        if flush:
+            self.tap.flush()
+        events = self.tap.take_events()
+        answer: Message = {"done": events.done, "poisoned": [list(p) for p in events.poisoned]}
+        if self.spool and (path := self.spool.hand_over()):
+            answer["spool"] = path
+        if self.tap.error is not None:
+            answer["error"] = wire.error_message(self.tap.error)
+        return answer
+
+    def close(self, publish: bool) -> Message:
+        self._closed.set()
+        self.tap.close()
+        answer = self.events(flush=False)
+        if self.digest is not None:
+            answer["digests"] = self.digest.digests
+        if publish:
+            self._stack.close()
+        else:
+            error = EngineError("the capture was given up")
+            self._stack.__exit__(type(error), error, None)
+        return answer
+
+    def _open_sinks(self, setup: Message, ranks: Ranks) -> list[Any]:
+        if ranks.tensor != 0:
+            return [self.digest]
+        if ranks.num_stages > 1:
+            self.spool = SpoolSink(Path(setup["spool"]), ranks.stage)
+            return [BothSinks(self.spool, self.digest) if self.digest else self.spool]
+        destination = wire.read_destination(setup["destination"])
+        for writer in setup["writers"]:
+            self.store_sinks.append(self._stack.enter_context(destination.open(writer)))
+        if self.digest is None:
+            return list(self.store_sinks)
+        return [BothSinks(sink, self.digest) for sink in self.store_sinks]
+
+    def _watch(self, driver: Message) -> None:
+        """End this worker when the driver is gone: an orphan must not publish what the next run,
+        which knows nothing of it, makes again."""
+        if driver["pid"] == os.getpid() or driver["host"] != socket.gethostname():
+            return
+
+        def watch() -> None:
+            while not self._closed.wait(_WATCH_S):
+                if process_start(driver["pid"]) != driver["started"]:
+                    os._exit(1)
+
+        threading.Thread(target=watch, name="tap-watch", daemon=True).start()
+
+
+def process_start(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot: with its pid, who it is. None: gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def driver_message() -> Message:
+    pid = os.getpid()
+    return {"pid": pid, "host": socket.gethostname(), "started": process_start(pid)}
+
+
+def _slot_bytes(setup: Message, num_held: int) -> int:
+    """Room for a step whose every row is picked from every layer, its tokens and positions."""
+    row_bytes = num_held * setup["hidden_size"] * getattr(torch, setup["dtype"]).itemsize
+    return setup["max_num_batched_tokens"] * (row_bytes + 16) + (1 << 16)

@@ -1,0 +1,117 @@
+"""vLLM's settings: those that a capture must have, those with a better default, and what came of
+them, read back from the workers.
+"""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.dataset import TokenDataset
+from paceline.errors import EngineError, UsageError
+from paceline.recipe import ExtractOptions
+from paceline.target.spec import Target
+
+EXTENSION = "paceline.extract.vllm.extension.PacelineTap"
+
+# Hooks see nothing under compilation; cached tokens run no forward pass; a drafter runs rows that
+# are not the prompt's.
+_FORCED = {"enforce_eager": True, "enable_prefix_caching": False, "speculative_config": None}
+_OURS = ("model", "worker_extension_cls", "dtype", "data_parallel_size")
+
+# Prefill is at its best from about this many tokens a step on.
+_GPU_BATCHED_TOKENS = 16384
+_MAX_SEQS = 256
+# Shortest context that the probe can use: its prompts and their continuations.
+_MIN_CONTEXT = 512
+
+
+@dataclass(frozen=True)
+class VllmSettings:
+    """How to start vLLM. arguments: of `vllm.LLM`. replica: the number of this engine among those
+    that share the work. extension: the worker extension's name."""
+
+    arguments: dict[str, Any]
+    scratch: Path
+    replica: int = 0
+    host_memory_bytes: int = 6 << 30
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def llm_arguments(
+    target: Target, dtype: str, wanted: dict[str, Any], max_batch_tokens: int | None
+) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`; UsageError where `wanted` contradicts what a capture must have."""
+    wrong = [f"{k}={wanted[k]!r}" for k in _FORCED if k in wanted and wanted[k] != _FORCED[k]]
+    wrong += [f"{k}={wanted[k]!r}" for k in _OURS if k in wanted]
+    if wrong:
+        raise UsageError(
+            f"engine_options: {', '.join(wrong)} cannot be set: extraction needs "
+            f"{', '.join(f'{k}={v!r}' for k, v in _FORCED.items())} and sets {', '.join(_OURS)} "
+            "itself (several engines beside each other: option `workers`)"
+        )
+    arguments: dict[str, Any] = {
+        "model": str(target.folder),
+        "dtype": dtype,
+        "trust_remote_code": target.reference.trust_remote_code,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "worker_extension_cls": EXTENSION,
+        **_FORCED,
+        **wanted,
+    }
+    if max_batch_tokens is not None:
+        arguments.setdefault("max_num_batched_tokens", max_batch_tokens)
+    if budget := arguments.get("max_num_batched_tokens"):
+        arguments.setdefault("max_num_seqs", min(_MAX_SEQS, budget))
+    return arguments
+
+
+def batched_tokens(options: ExtractOptions, target: Target, on_cpu: bool, row_bytes: int) -> int:
+    """Tokens of a step: what the user says, else as many as pay on the device and leave the ring
+    of host memory small. row_bytes: of one token's captured states."""
+    if on_cpu or "max_batch_tokens" in options.model_fields_set:
+        return options.max_batch_tokens
+    budget = VllmSettings.__dataclass_fields__["host_memory_bytes"].default
+    return max(1024, min(_GPU_BATCHED_TOKENS, budget // (3 * row_bytes)))
+
+
+def context_length(options: ExtractOptions, target: Target) -> int | None:
+    """Longest request: the data's longest sample and the token that vLLM samples after it, so
+    that no KV cache is set aside for a context that nobody uses. None: vLLM's own choice."""
+    if not options.data:
+        return None
+    longest = int(TokenDataset(options.data).manifest.options["max_length"]) + 1
+    positions = getattr(target.text_config, "max_position_embeddings", None)
+    wanted = max(longest, _MIN_CONTEXT)
+    return min(wanted, positions) if positions else wanted
+
+
+def set_environment(wanted: dict[str, str]) -> None:
+    """Variables that vLLM reads at import; what the user has set stays."""
+    for name, value in {"VLLM_CPU_KVCACHE_SPACE": "2", **wanted}.items():
+        os.environ.setdefault(name, value)
+
+
+def check_effective(found: list[dict[str, Any]], dtype: str) -> dict[str, Any]:
+    """The workers' own settings are what a capture needs; returns those of the first.
+
+    vLLM changes settings on its own for some models, so what was asked for proves nothing.
+    """
+    wrong = []
+    for settings in found:
+        if not settings["enforce_eager"]:
+            wrong.append("enforce_eager is off: hooks would see nothing")
+        if settings["prefix_caching"]:
+            wrong.append("prefix caching is on: cached tokens run no forward pass")
+        if settings["speculative"]:
+            wrong.append("speculative decoding is on")
+        if settings["dtype"] != dtype:
+            wrong.append(f"dtype is {settings['dtype']}, not {dtype}")
+        # vLLM divides the residual stream of these by a factor in half precision.
+        scaled = any(name in settings["architecture"] for name in ("Deepseek", "Kimi"))
+        if scaled and settings["dtype"] == "float16":
+            wrong.append("float16 scales the residual stream of this architecture: use bfloat16")
+    if wrong:
+        raise EngineError("vLLM's effective settings: " + "; ".join(dict.fromkeys(wrong)))
+    return found[0]

@@ -1,0 +1,87 @@
+"""What travels between the driver and the workers: numbers, strings, bytes, lists and dicts only,
+so that vLLM's RPC carries it as it is (never a pickle), and JSON with base64 would too.
+"""
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline import errors
+from paceline.contracts import LayerPlan, TokenSample
+from paceline.errors import EngineError, PacelineError
+from paceline.extract.guards import Guards
+from paceline.extract.sink import Destination
+from paceline.store import StoreSpec
+
+Message = dict[str, Any]
+
+_TEXT_FIELDS = ("sample_id", "source", "split", "conversation_id")
+
+
+def sample_message(number: int, sample: TokenSample) -> Message:
+    """A sample under the number that its request carries."""
+    return {
+        "number": number,
+        "ids": sample.input_ids.tobytes(),
+        "mask": sample.loss_mask.tobytes(),
+        "num_past_end": sample.num_past_end,
+        **{name: getattr(sample, name) for name in _TEXT_FIELDS},
+    }
+
+
+def read_sample(message: Message) -> tuple[int, TokenSample]:
+    sample = TokenSample(
+        input_ids=np.frombuffer(message["ids"], np.int32).copy(),
+        loss_mask=np.frombuffer(message["mask"], np.bool_).copy(),
+        num_past_end=message["num_past_end"],
+        **{name: message[name] for name in _TEXT_FIELDS},
+    )
+    return message["number"], sample
+
+
+def plan_message(plan: LayerPlan) -> Message:
+    return {"aux": list(plan.aux), "last": plan.last}
+
+
+def read_plan(message: Message) -> LayerPlan:
+    return LayerPlan(tuple(message["aux"]), message["last"])
+
+
+def destination_message(destination: Destination) -> Message:
+    guards = destination.guards
+    return {
+        "folder": str(Path(destination.folder).absolute()),
+        "spec": destination.spec.to_dict(),
+        "rms_ranges": [list(pair) for pair in guards.rms_ranges],
+    }
+
+
+def read_destination(message: Message) -> Destination:
+    spec = StoreSpec.from_dict(message["spec"])
+    ranges = tuple((low, high) for low, high in message["rms_ranges"])
+    guards = Guards(spec.layers, spec.hidden_size, ranges)
+    return Destination(Path(message["folder"]), spec, guards)
+
+
+class WorkerError(Exception):
+    """An error as a worker saw it; the cause of what the driver raises."""
+
+
+def error_message(error: BaseException) -> Message:
+    return {
+        "type": type(error).__name__,
+        "text": str(error),
+        "trace": "".join(traceback.format_exception(error)),
+    }
+
+
+def raise_error(message: Message) -> None:
+    """Raise a worker's error on the driver's side: paceline's own as what it is, any other as an
+    EngineError; either with the worker's traceback as its cause."""
+    known = getattr(errors, message["type"], None)
+    kind = known if isinstance(known, type) and issubclass(known, PacelineError) else EngineError
+    text = message["text"] if kind is not EngineError else f"{message['type']}: {message['text']}"
+    cause = WorkerError(f"in a vLLM worker:\n{message['trace']}")
+    raise kind(f"the capture inside vLLM failed: {text}") from cause
