@@ -5,6 +5,7 @@ starts (status "running", with the inputs and options, so that a resumed run can
 it) and when all is done (status "complete", with the result). What lies between is the stage's.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -19,10 +20,12 @@ from typing import Any, TextIO
 from paceline import fingerprint
 from paceline.contracts import LOCK_NAME, MANIFEST_NAME, SCHEMA_VERSIONS
 from paceline.errors import (
+    DiskFullError,
     FingerprintMismatch,
     LockedError,
     PacelineError,
     StoreCorruption,
+    StoreError,
     UsageError,
 )
 
@@ -63,14 +66,36 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write aside, fsync, rename, fsync the folder."""
+    """Write aside, fsync, rename, fsync the folder. Raises DiskFullError or StoreError."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with aside.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-    fsync_folder(path.parent)
+    with disk_errors(path):
+        try:
+            with aside.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, path)
+        except OSError:
+            aside.unlink(missing_ok=True)
+            raise
+        fsync_folder(path.parent)
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turns what a file system refuses into an error that names the file and says what is safe."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise DiskFullError(
+                f"{path}: no space left ({error.strerror}). All that was published is kept: make "
+                "room and run the same command again."
+            ) from error
+        raise StoreError(
+            f"{path}: the file system refused ({error.strerror}). All that was published is "
+            "kept: run the same command again."
+        ) from error
 
 
 def fsync_folder(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Samples and stores for the tests of the store. States are a function of the sample's id alone,
 so that any writer, in any order, must give the same bytes."""
 
+import json
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -62,6 +63,13 @@ def write_store(
                 writer.add(sample, *states_of(sample, spec))
         stage.finish({"store": spec.to_dict()}, content_fingerprint(stage.path))
     return folder
+
+
+def write_manifest(folder: Path) -> None:
+    """As of a run that is not finished."""
+    fields = {"inputs": {}, "options": {}, "versions": {}, "created": ""}
+    manifest = {"stage": "extract", "schema": 1, "status": "running", **fields}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def assert_holds(store: Store, samples: Iterable[TokenSample]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from paceline.errors import StoreCorruption, StoreError, UsageError
 from paceline.store import ShardWriter, Store, published_ids
 from paceline.store.index import INDEX_NAME
 
-from .making import assert_holds, make_sample, make_spec, states_of, write_store
+from .making import assert_holds, make_sample, make_spec, states_of, write_manifest, write_store
 
 SAMPLES = [make_sample(i, split="heldout" if i % 5 == 0 else "train") for i in range(12)]
 
@@ -210,12 +211,6 @@ def test_shards_of_two_stores_do_not_mix(tmp_path: Path) -> None:
         Store(tmp_path / "a", unfinished=True)
 
 
-def write_manifest(folder: Path) -> None:
-    fields = {"inputs": {}, "options": {}, "versions": {}, "created": ""}
-    manifest = {"stage": "extract", "schema": 1, "status": "running", **fields}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-
-
 def test_a_store_without_samples_is_a_store(tmp_path: Path) -> None:
     store = Store(write_store(tmp_path / "store", make_spec(), []))
     assert len(store) == 0
@@ -225,8 +220,6 @@ def test_a_store_without_samples_is_a_store(tmp_path: Path) -> None:
 
 
 def test_threads_share_a_store(folder: Path) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     store = Store(folder)
     wanted = [states_of(s, store.spec)[1] for s in SAMPLES]
     order = np.random.default_rng(0).integers(0, 12, 400).tolist()

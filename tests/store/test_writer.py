@@ -16,7 +16,15 @@ from paceline.errors import StoreError
 from paceline.store import ShardWriter, Store, content_fingerprint, published_ids
 from paceline.store.files import shard_numbers, shard_path
 
-from .making import assert_holds, make_sample, make_spec, same_bytes, states_of, write_store
+from .making import (
+    assert_holds,
+    make_sample,
+    make_spec,
+    same_bytes,
+    states_of,
+    write_manifest,
+    write_store,
+)
 
 
 def test_a_shard_is_what_the_format_page_says(tmp_path: Path) -> None:
@@ -181,13 +189,8 @@ def test_what_the_caller_does_with_its_tensors_later_does_not_reach_the_store(
             writer.add(sample, aux, last)
             aux.zero_()
             last.zero_()
-    (tmp_path / "manifest.json").write_text(_running_manifest())
+    write_manifest(tmp_path)
     assert_holds(Store(tmp_path, unfinished=True), samples)
-
-
-def _running_manifest() -> str:
-    fields = {"inputs": {}, "options": {}, "versions": {}, "created": ""}
-    return json.dumps({"stage": "extract", "schema": 1, "status": "running", **fields})
 
 
 def test_a_store_that_repeats_a_sample_is_refused(tmp_path: Path) -> None:
@@ -195,6 +198,6 @@ def test_a_store_that_repeats_a_sample_is_refused(tmp_path: Path) -> None:
     for worker in range(2):
         with ShardWriter(tmp_path, spec, worker=worker) as writer:
             writer.add(make_sample(7), *states_of(make_sample(7), spec))
-    (tmp_path / "manifest.json").write_text(_running_manifest())
+    write_manifest(tmp_path)
     with pytest.raises(StoreError, match="'sample-7' is in the store twice"):
         Store(tmp_path, unfinished=True)

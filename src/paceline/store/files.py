@@ -6,16 +6,13 @@ then on either it or the final file exists. Its writer holds a lock on it that d
 process, so that leftovers of dead runs can be told from files in work.
 """
 
-import errno
 import fcntl
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
-from paceline.artefact import fsync_folder
-from paceline.errors import DiskFullError, StoreError
+from paceline.artefact import disk_errors, fsync_folder
 
 SHARDS_FOLDER = "shards"
 _FINAL = re.compile(r"^(\d{5,})\.safetensors$")
@@ -43,23 +40,6 @@ def _numbers(folder: Path, pattern: re.Pattern[str]) -> list[int]:
     except FileNotFoundError:
         return []
     return sorted(int(match[1]) for name in names if (match := pattern.match(name)))
-
-
-@contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turns a failing file system into a StoreError that names the file."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise DiskFullError(
-                f"{path}: no space left ({error.strerror}). All published shards are kept; make "
-                "room (or set a smaller shard_bytes) and run the same command again."
-            ) from error
-        raise StoreError(
-            f"{path}: the file system refused ({error.strerror}). All published shards are kept; "
-            "run the same command again."
-        ) from error
 
 
 class AsideFile:

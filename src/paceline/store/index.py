@@ -142,7 +142,7 @@ def open_index(folder: Path, keep: bool = True) -> Index:
     if keep:
         try:
             _write(path, index)
-        except OSError as error:
+        except StoreError as error:
             # A finished store may lie on a read-only medium; the index then lives in memory.
             logger.info("%s is not written (%s)", path, error)
     return index

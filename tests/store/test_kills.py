@@ -1,0 +1,214 @@
+"""kill -9 at any instant: nothing published is lost, nothing half is published, the same command
+goes on to a store equal to an undisturbed one. PACELINE_KILLS sets the number of random kills
+(`make torture`: 200); kills at each system call come on top."""
+
+import itertools
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.errors import LockedError
+from paceline.store import ShardWriter, Store, published_ids
+
+from .making import assert_holds, states_of, write_manifest
+from .working import SAMPLES, SPEC, assert_equal_to_undisturbed, published_now, run
+
+NUM_RANDOM_KILLS = int(os.environ.get("PACELINE_KILLS", "12"))
+IS_TORTURE = NUM_RANDOM_KILLS >= 200
+CALLS = ("open", "pwrite", "fsync", "rename", "replace", "unlink", "close", "makedirs")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("undisturbed") / "store"
+    run(folder)
+    return folder
+
+
+def in_child(work: Callable[[int], None]) -> tuple[int, int]:
+    """Fork; the child does work(pipe to write to) and exits. Returns its pid and a pipe to read."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writing)
+        return pid, reading
+    code = 1
+    try:
+        os.close(reading)
+        work(writing)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def wait(pid: int, reading: int) -> int:
+    """The child's exit status; negative: the signal that ended it."""
+    os.close(reading)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_random_kills(tmp_path: Path, undisturbed: Path) -> None:
+    rng = random.Random(0)
+    kills = rounds = 0
+    while kills < NUM_RANDOM_KILLS:
+        folder = tmp_path / f"round-{rounds}"
+        rounds += 1
+        while not _finished(folder):
+            before = published_now(folder)
+            # Now and then one is let through, so that finished folders are met too.
+            kill_at = rng.randint(0, len(SAMPLES) + 4)
+            status = _run_and_kill(folder, kill_at, rng)
+            kills += status == -signal.SIGKILL
+            assert status in (0, -signal.SIGKILL)
+            after = published_now(folder)
+            assert before.items() <= after.items()
+        assert_equal_to_undisturbed(folder, undisturbed)
+        stamps = _stamps(folder)
+        run(folder)
+        assert _stamps(folder) == stamps
+
+
+def _run_and_kill(folder: Path, kill_at: int, rng: random.Random) -> int:
+    def work(writing: int) -> None:
+        run(folder, on_sample=lambda count: os.write(writing, b"."))
+
+    pid, reading = in_child(work)
+    for _ in range(kill_at):
+        if not os.read(reading, 1):
+            break
+    # Somewhere between this report and the next.
+    for _ in range(rng.randint(0, 20_000)):
+        pass
+    os.kill(pid, signal.SIGKILL)
+    return wait(pid, reading)
+
+
+def _finished(folder: Path) -> bool:
+    return (folder / "manifest.json").is_file() and '"complete"' in (
+        folder / "manifest.json"
+    ).read_text()
+
+
+def _stamps(folder: Path) -> list[tuple[str, int]]:
+    return sorted((p.name, p.stat().st_mtime_ns) for p in (folder / "shards").iterdir())
+
+
+def test_a_kill_at_each_call_to_the_file_system(tmp_path: Path, undisturbed: Path) -> None:
+    """Before the n-th and after the n-th, for every n (outside torture: every fifth) of a run of a
+    few samples. Each is killed again while it recovers."""
+    samples = SAMPLES[:6]
+    plain = tmp_path / "plain"
+    run(plain, samples)
+    num_calls = 0
+    for after in (False, True):
+        for n in itertools.count(int(after), 1 if IS_TORTURE else 5):
+            folder = tmp_path / f"{after}-{n}"
+            fuse = lambda _, folder=folder, n=n, after=after: _run_with_fuse(
+                folder, samples, n, after
+            )
+            if wait(*in_child(fuse)) == 0:
+                num_calls += n
+                break
+            wait(*in_child(fuse))
+            run(folder, samples)
+            assert_equal_to_undisturbed(folder, plain, samples)
+    assert num_calls > 60
+
+
+def _run_with_fuse(folder: Path, samples: list, burn_at: int, after: bool) -> None:
+    """Runs in a child: kills itself around the burn_at-th call."""
+    count = 0
+
+    def fused(call: Callable) -> Callable:
+        def wrapper(*args: object, **kwargs: object) -> object:
+            nonlocal count
+            mine, count = count, count + 1
+            if mine == burn_at and not after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = call(*args, **kwargs)
+            if mine == burn_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return wrapper
+
+    for name in CALLS:
+        setattr(os, name, fused(getattr(os, name)))
+    run(folder, samples)
+
+
+def test_sigterm_leaves_a_folder_that_goes_on(tmp_path: Path, undisturbed: Path) -> None:
+    folder = tmp_path / "store"
+
+    def work(writing: int) -> None:
+        # As the command line does it: the signal becomes an exception.
+        signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(SystemExit(143)))
+        run(folder, on_sample=lambda count: os.write(writing, b"."))
+
+    pid, reading = in_child(work)
+    os.read(reading, 20)
+    os.kill(pid, signal.SIGTERM)
+    assert wait(pid, reading) in (0, 1)
+    assert [p for p in (folder / "shards").iterdir() if p.name.startswith(".")] == []
+    run(folder)
+    assert_equal_to_undisturbed(folder, undisturbed)
+
+
+def test_the_second_run_on_one_store_is_refused_while_the_first_lives(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    folder = tmp_path / "store"
+    block_reading, block_writing = os.pipe()
+
+    def work(writing: int) -> None:
+        def on_sample(count: int) -> None:
+            if count == 20:
+                os.write(writing, b".")
+                os.read(block_reading, 1)
+
+        run(folder, on_sample=on_sample)
+
+    pid, reading = in_child(work)
+    os.read(reading, 1)
+    aside = [p for p in (folder / "shards").iterdir() if p.name.startswith(".")]
+    assert len(aside) == 1
+    with pytest.raises(LockedError, match=f"in use by another run \\(pid {pid}\\)"):
+        run(folder)
+    # Looking at ids is no reason to touch what a living writer has in work.
+    published_ids(folder)
+    assert aside[0].exists()
+    os.write(block_writing, b".")
+    assert wait(pid, reading) == 0
+    assert_equal_to_undisturbed(folder, undisturbed)
+    for end in (block_reading, block_writing):
+        os.close(end)
+
+
+def test_workers_of_one_run_never_collide(tmp_path: Path) -> None:
+    """Four processes, released together, publish many small shards into one folder."""
+    gate_reading, gate_writing = os.pipe()
+    children = []
+    for worker in range(4):
+
+        def work(writing: int, worker: int = worker) -> None:
+            os.close(gate_writing)
+            os.read(gate_reading, 1)
+            with ShardWriter(tmp_path, SPEC, worker=worker) as writer:
+                for sample in SAMPLES[worker::4]:
+                    writer.add(sample, *states_of(sample, SPEC))
+                    writer.close()
+
+        children.append(in_child(work))
+    os.close(gate_reading)
+    os.close(gate_writing)
+    assert [wait(*child) for child in children] == [0] * 4
+    write_manifest(tmp_path)
+    store = Store(tmp_path, unfinished=True)
+    assert len(store.records.shard_numbers) == len(SAMPLES)
+    assert_holds(store, SAMPLES)
