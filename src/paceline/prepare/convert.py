@@ -88,8 +88,7 @@ class Converter:
         """Samples in the order of their rows. Raises DataError at a bad row where strict."""
         record = PartRecord(rows=len(rows))
         pending = [self._read(row) for row in rows]
-        texts = [s for p in pending if p.masked for s in p.masked.samples]
-        masked = self.masker.mask_all(texts) if texts else iter(())
+        masked = self._masker.results() if self._masker else iter(())
         samples: list[TokenSample] = []
         for entry in pending:
             try:
@@ -129,8 +128,8 @@ class Converter:
 
     def template_end_ids(self) -> list[int]:
         """Ids of the marker with which the template ends a turn."""
-        marker = self.finder.end_marker.strip()
-        return [self.target.tokenizer.convert_tokens_to_ids(marker)] if marker else []
+        token = self.finder.end_token
+        return [self.target.tokenizer.convert_tokens_to_ids(token)] if token else []
 
     def close(self) -> None:
         if self._masker is not None:
@@ -146,6 +145,7 @@ class Converter:
             self._admit(pending.content)
             if isinstance(pending.content, Conversation):
                 pending.masked = self.finder.find(pending.content)
+                self.masker.put(pending.masked.samples)
         except RowError as error:
             pending.error = error
         return pending

@@ -1,15 +1,16 @@
 """From rendered texts with character spans to token ids with a loss mask, proved by decoding."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from paceline.prepare.rows import RowError
-from paceline.prepare.spans import Span, TextSample
+from paceline.prepare.spans import TextSample
 from paceline.prepare.tokens import Encoded, TextTokenizer
+from paceline.prepare.turns import Span
 
 # Texts tokenised at a time by one thread: the tokenizer's own records are large, ids are not.
 _GROUP_CHARS = 1 << 19
@@ -25,19 +26,36 @@ class MaskedTokens:
 
 
 class Masker:
-    """Tokenises texts in threads and turns spans into masks."""
+    """Tokenises texts in threads and turns spans into masks, while the caller renders on."""
 
     def __init__(self, tokenizer: TextTokenizer, num_threads: int) -> None:
         self.tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
+        self._waiting: list[TextSample] = []
+        self._waiting_chars = 0
+        self._groups: deque[Future[list[MaskedTokens | RowError]]] = deque()
 
-    def mask_all(self, samples: Iterable[TextSample]) -> Iterator[MaskedTokens | RowError]:
-        """For every text its tokens and mask, in order, or why there are none."""
-        for group in self._threads.map(self._mask_group, _groups(samples)):
-            yield from group
+    def put(self, samples: Iterable[TextSample]) -> None:
+        """Hand texts over; `results` gives their tokens in the same order."""
+        for sample in samples:
+            self._waiting.append(sample)
+            self._waiting_chars += len(sample.text)
+            if self._waiting_chars >= _GROUP_CHARS:
+                self._flush()
+
+    def results(self) -> Iterator[MaskedTokens | RowError]:
+        """For every text put in since the last call its tokens and mask, or why there are none."""
+        self._flush()
+        while self._groups:
+            yield from self._groups.popleft().result()
 
     def close(self) -> None:
-        self._threads.shutdown()
+        self._threads.shutdown(cancel_futures=True)
+
+    def _flush(self) -> None:
+        if self._waiting:
+            self._groups.append(self._threads.submit(self._mask_group, self._waiting))
+        self._waiting, self._waiting_chars = [], 0
 
     def _mask_group(self, samples: list[TextSample]) -> list[MaskedTokens | RowError]:
         encoded = self.tokenizer.encode([sample.text for sample in samples])
@@ -104,19 +122,6 @@ def _place(encoded: Encoded, text: str, span: Span) -> _Place:
     if open_end:
         last -= 1
     return _Place(first, max(first, last), open_start or open_end)
-
-
-def _groups(samples: Iterable[TextSample]) -> Iterator[list[TextSample]]:
-    group: list[TextSample] = []
-    num_chars = 0
-    for sample in samples:
-        group.append(sample)
-        num_chars += len(sample.text)
-        if num_chars >= _GROUP_CHARS:
-            yield group
-            group, num_chars = [], 0
-    if group:
-        yield group
 
 
 def _short(text: str) -> str:

@@ -45,6 +45,8 @@ class SeenHashes:
             self._merge()
 
     def _holds(self, value: int) -> bool:
+        if not len(self._sorted):
+            return False
         at = int(np.searchsorted(self._sorted, np.uint64(value)))
         return at < len(self._sorted) and int(self._sorted[at]) == value
 

@@ -149,17 +149,18 @@ class ChatTemplate:
         call = {"type": "function", "id": "call00000"}
         call["function"] = {"name": "f", "arguments": arguments}
         dialogue = [_user("u"), {"role": "assistant", "content": "", "tool_calls": [call]}]
-        text = self._try(replace(form, arguments="dict"), dialogue)
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+        text = self._try(replace(form, arguments="dict"), dialogue, tools)
         # Python's own spelling of a dict is no JSON: the template wanted a string.
         if SENTINEL in text and repr(arguments) not in text:
             return "dict"
-        text = self._try(replace(form, arguments="string"), dialogue)
+        text = self._try(replace(form, arguments="string"), dialogue, tools)
         return "string" if json.dumps(arguments) in text else "unsupported"
 
-    def _try(self, form: MessageForm, messages: list[Message]) -> str:
+    def _try(self, form: MessageForm, messages: list[Message], tools: Tools = None) -> str:
         previous, self.form = self.form, form
         try:
-            return self.render(messages)
+            return self.render(messages, tools)
         except RowError:
             return ""
         finally:
