@@ -299,12 +299,33 @@ class EvaluateOptions(StageOptions, TargetOptions):
 class ExportOptions(StageOptions, TargetOptions):
     """`export`: a checkpoint that a server loads, re-loaded and compared."""
 
-    draft: str = opt("", "Folder that `train` wrote.", identity=False)
+    draft: str = opt(
+        "", "Folder that `train` wrote, or a server's checkpoint made elsewhere.", identity=False
+    )
+    draft_form: Literal["vllm", "speculators", "sglang"] | None = opt(
+        None, "Which server's form a checkpoint made elsewhere is in; None: as its config says."
+    )
     server: list[Literal["vllm", "speculators", "sglang"]] = opt(
-        ["vllm"], "Forms to write, each in a folder of its own."
+        ["vllm"], "Forms to write, each in a folder of its own.", min_length=1
+    )
+    server_version: dict[Literal["vllm", "speculators", "sglang"], str] = opt(
+        {},
+        "Release that is to serve a form, such as `sglang: 0.5.10` (speculators: vLLM's): a draft "
+        "that it cannot carry is refused.",
     )
     num_speculative_tokens: int = opt(3, "Chain length in the printed serving command.", ge=1)
     dtype: Dtype = opt("auto", "Dtype of the exported weights; auto: the target's.")
+    copy_embedding: bool = opt(
+        False,
+        "Write the target's embedding too, bit for bit (vLLM cannot share it when the target runs "
+        "in a pipeline over several GPUs).",
+    )
+    evaluate: str = opt(
+        "", "Folder that `evaluate` wrote: its acceptance goes into the model card.", identity=False
+    )
+    verify: bool = opt(
+        False, "Replay a finished export against the trained draft once more.", identity=False
+    )
 
 
 class ReportOptions(StageOptions):

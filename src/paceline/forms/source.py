@@ -1,0 +1,75 @@
+"""A draft wherever it comes from: a folder of `train`, or a server's checkpoint."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline import fingerprint
+from paceline.artefact import Manifest, describe_input, load_finished
+from paceline.contracts import MANIFEST_NAME
+from paceline.draft.checkpoint import load_draft
+from paceline.draft.model import Draft
+from paceline.errors import FingerprintMismatch, UsageError
+from paceline.forms.load import CONFIG_FILE, load_exported
+from paceline.target.spec import Target
+
+
+@dataclass(frozen=True)
+class DraftSource:
+    """Where a draft is. trained: the manifest of its `train` folder; None for a server's
+    checkpoint, made here or elsewhere. form: which server's it is; None: as its config says."""
+
+    folder: Path
+    trained: Manifest | None
+    form: str | None = None
+
+    @property
+    def recorded_target(self) -> dict[str, Any] | None:
+        """The target that made it, as its manifest says; a checkpoint says none."""
+        return None if self.trained is None else self.trained.result["target"]
+
+    def describe_input(self) -> dict[str, Any]:
+        """The draft as an entry of a manifest's `inputs`."""
+        if self.trained is not None:
+            return describe_input(self.folder, self.trained)
+        files = [*self.folder.glob("*.safetensors"), *self.folder.glob("*.bin")]
+        return {
+            "path": str(self.folder),
+            "fingerprint": fingerprint.of_files([self.folder / CONFIG_FILE, *files]),
+        }
+
+    def check_target(self, target: Target) -> None:
+        """Raises FingerprintMismatch for another target than the draft was trained on."""
+        if self.trained is None:
+            return
+        made_on = self.trained.inputs["target"]["fingerprint"]
+        wrong = [part for part, value in made_on.items() if target.fingerprints.get(part) != value]
+        if wrong:
+            raise FingerprintMismatch(
+                f"{self.folder} was trained on another target: {', '.join(wrong)} differ from "
+                f"those of {target.reference.target}"
+            )
+
+    def load(self, target: Target, dtype: torch.dtype = torch.float32) -> Draft:
+        """The draft with the target's embedding, in eval mode."""
+        if self.trained is not None:
+            return load_draft(self.folder, target, dtype)
+        return load_exported(self.folder, target, dtype, self.form)
+
+
+def open_draft(folder: str | Path, form: str | None = None) -> DraftSource:
+    """The draft of a finished `train` folder or of a server's checkpoint.
+
+    Raises UsageError where the folder is neither.
+    """
+    folder = Path(folder)
+    if (folder / MANIFEST_NAME).is_file():
+        return DraftSource(folder, load_finished(folder, "train"))
+    if (folder / CONFIG_FILE).is_file():
+        return DraftSource(folder, None, form)
+    raise UsageError(
+        f"{folder} holds no draft: neither {MANIFEST_NAME} (of `paceline train`) nor {CONFIG_FILE} "
+        "(of a checkpoint for a server)"
+    )
