@@ -18,6 +18,7 @@ from paceline.artefact import COMPLETE, Manifest, load_finished, load_manifest
 from paceline.contracts import MANIFEST_NAME, TokenSample
 from paceline.dataset import list_parts, read_part
 from paceline.errors import StoreCorruption, TargetError, UsageError
+from paceline.forms.load import CONFIG_FILE, WEIGHTS_FILE
 from paceline.prepare.generate import list_answer_parts
 from paceline.prepare.summary import add_up
 from paceline.recipe import InspectOptions, TargetOptions
@@ -91,6 +92,15 @@ def _align_content(folder: Path, _: Manifest) -> str:
     return fingerprint.of_bytes(vocabulary.d2t.tobytes() + vocabulary.t2d.tobytes())
 
 
+def _export_content(folder: Path, manifest: Manifest) -> str:
+    return fingerprint.of_json(
+        {
+            form: fingerprint.of_files(folder / form / name for name in (CONFIG_FILE, WEIGHTS_FILE))
+            for form in manifest.options["server"]
+        }
+    )
+
+
 # For each stage the fingerprint of what it wrote, made again from the files.
 _CONTENT: dict[str, Callable[[Path, Manifest], str | None]] = {
     "prepare": lambda folder, manifest: add_up(folder, manifest.result["vocab_size"]).content,
@@ -101,6 +111,7 @@ _CONTENT: dict[str, Callable[[Path, Manifest], str | None]] = {
     "evaluate": lambda folder, _: fingerprint.of_json(
         json.loads((folder / "result.json").read_text())
     ),
+    "export": _export_content,
     "report": lambda folder, manifest: fingerprint.of_file(folder / manifest.result["page_file"]),
 }
 

@@ -124,7 +124,19 @@ class GenerateOptions(StageOptions, TargetOptions):
         None, "Key for the server; None: the environment's OPENAI_API_KEY.", identity=False
     )
     served_model: str | None = opt(None, "Model name at the server; None: the only one it has.")
+    server_api: Literal["completions", "chat"] = opt(
+        "completions",
+        "What engine `openai` calls: completions take and give exact token ids, chat takes messages.",
+    )
+    server_extensions: bool = opt(
+        True,
+        "Ask the server for token ids and special tokens (vLLM's and SGLang's own fields); false "
+        "for servers that refuse unknown fields.",
+    )
     self_prompt: int = opt(0, "Let the target write this many user turns of its own first.", ge=0)
+    self_prompt_max_tokens: int = opt(80, "Longest user turn that the target writes.", ge=4)
+    self_prompt_temperature: float = opt(1.0, "Temperature of those user turns.", gt=0.0)
+    self_prompt_top_p: float = opt(0.98, "Nucleus of those user turns.", gt=0.0, le=1.0)
     max_new_tokens: int = opt(256, "Longest answer in tokens.", ge=1)
     record_past_end: int = opt(
         0,
@@ -344,7 +356,7 @@ class InspectOptions(Options):
     sample: str | None = opt(None, "Id of the sample to show decoded; None: the first one.")
 
 
-STAGES = ("prepare", "generate", "extract", "align", "train", "evaluate", "export", "report")
+STAGES = ("generate", "prepare", "extract", "align", "train", "evaluate", "export", "report")
 
 
 class Recipe(Options):

@@ -4,7 +4,6 @@ It only fills in what follows from the order of the stages (folders, target) and
 that each stage took in `run.json`; the work is the stages' own.
 """
 
-import glob
 import importlib
 import json
 import logging
@@ -79,15 +78,14 @@ def plan_stages(recipe: Recipe) -> dict[str, StageOptions]:
         )
     folder = Path(recipe.run_dir)
     at = lambda stage: str(folder / stage)
-    answers = str(Path(glob.escape(at("generate")), "answers", "*.jsonl"))
     links: dict[str, dict[str, Any]] = {
         "generate": {},
-        "prepare": {"data": [answers]} if recipe.generate else {},
+        "prepare": {"data": [at("generate")]} if recipe.generate else {},
         "extract": {"data": at("prepare")},
         "align": {"data": at("prepare")},
         "train": {"store": at("extract"), "vocab": at("align")},
         "evaluate": {"draft": at("train"), "store": at("extract"), "data": at("prepare")},
-        "export": {"draft": at("train")},
+        "export": {"draft": at("train"), "evaluate": at("evaluate")},
         "report": {"run_dir": str(folder)},
     }
     planned = {}

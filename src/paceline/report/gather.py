@@ -1,0 +1,76 @@
+"""Everything that the page tells, read from the folders of a run: nothing is computed anew."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.artefact import Manifest, load_manifest
+from paceline.contracts import MANIFEST_NAME
+from paceline.errors import UsageError
+from paceline.recipe import STAGES
+from paceline.runlog import TrainingLog, read_log
+
+_TIMES_FILE = "run.json"
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """One finished stage: its folder and what its manifest says."""
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def result(self) -> dict[str, Any]:
+        return self.manifest.result
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run: its finished stages in the order of the work, the training log, seconds per stage."""
+
+    folder: Path
+    stages: dict[str, StageRecord]
+    log: TrainingLog
+    seconds: dict[str, float]
+
+    def result(self, stage: str) -> dict[str, Any] | None:
+        """What a stage reported; None where it is not part of the run."""
+        return self.stages[stage].result if stage in self.stages else None
+
+
+def gather(run_dir: Path) -> RunRecord:
+    """Read a run's folder. Raises UsageError where it holds no finished stage, or two of a kind."""
+    if not run_dir.is_dir():
+        raise UsageError(f"{run_dir}: no such folder")
+    found: dict[str, StageRecord] = {}
+    for path in sorted(run_dir.glob(f"*/{MANIFEST_NAME}")):
+        manifest = load_manifest(path.parent)
+        if manifest.fingerprint is None or manifest.stage == "report":
+            continue
+        if manifest.stage in found:
+            raise UsageError(
+                f"{run_dir} holds two folders of `{manifest.stage}`, "
+                f"{found[manifest.stage].folder.name} and {path.parent.name}: a page is about one "
+                "run, so move one of them"
+            )
+        found[manifest.stage] = StageRecord(path.parent, manifest)
+    if not found:
+        raise UsageError(f"{run_dir} holds no finished stage of paceline")
+    stages = {name: found[name] for name in STAGES if name in found}
+    log = read_log(stages["train"].folder) if "train" in stages else TrainingLog([], [])
+    return RunRecord(run_dir, stages, log, _seconds(run_dir, stages))
+
+
+def _seconds(run_dir: Path, stages: dict[str, StageRecord]) -> dict[str, float]:
+    """As `paceline run` kept them; of stages that were run by hand nothing is known."""
+    path = run_dir / _TIMES_FILE
+    if not path.is_file():
+        return {}
+    known = json.loads(path.read_text())["stages"]
+    return {
+        name: known[name]["seconds"]
+        for name, record in stages.items()
+        if known.get(name, {}).get("created") == record.manifest.created
+    }
