@@ -138,7 +138,7 @@ def _samples(batch: pa.RecordBatch) -> Iterator[TokenSample]:
     ids, masks = batch.column("input_ids"), batch.column("loss_mask")
     for i in range(batch.num_rows):
         yield TokenSample(
-            input_ids=np.asarray(ids[i].values.to_numpy(), dtype=np.int32),
-            loss_mask=np.asarray(masks[i].values.to_numpy(zero_copy_only=False), dtype=bool),
+            input_ids=np.array(ids[i].values.to_numpy(), dtype=np.int32),
+            loss_mask=np.array(masks[i].values.to_numpy(zero_copy_only=False), dtype=bool),
             **{name: values[i] for name, values in plain.items()},
         )

@@ -126,7 +126,7 @@ class GenerateOptions(StageOptions, TargetOptions):
     served_model: str | None = opt(None, "Model name at the server; None: the only one it has.")
     server_api: Literal["completions", "chat"] = opt(
         "completions",
-        "What engine `openai` calls: completions take and give exact token ids, chat takes messages.",
+        "What engine `openai` calls: completions take exact token ids, chat takes messages.",
     )
     server_extensions: bool = opt(
         True,

@@ -6,7 +6,7 @@ In: prompts as token ids. Out: the answers' token ids and why they ended.
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from paceline.recipe import GenerateOptions
 from paceline.target.spec import Target
@@ -18,7 +18,8 @@ _ENGINES = {
     "openai": "paceline.answers.openai_engine:open_engine",
 }
 
-FinishReason = Literal["stop", "length"]
+# Why an answer ended: at an end-of-turn token, at the length limit, with calls of tools.
+STOP, LENGTH, TOOL_CALLS = "stop", "length", "tool_calls"
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,20 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Answer:
-    """ids: the answer's token ids, the one that ended it included, then num_past_end more.
+    """ids: the answer's token ids, the one that ended it included, then num_past_end more; None
+    where the engine gives no ids, then `message` holds the answer as the chat API says it.
 
-    None where the engine gives text only; then `text` holds the answer.
+    prompt_ids: the prompt as the engine read it, where that may differ from what was given.
+    refusal: why there is no answer at all (a prompt that the engine will not take).
     """
 
     key: str
     ids: list[int] | None
-    finish_reason: FinishReason
+    finish_reason: str
     num_past_end: int = 0
-    text: str | None = None
+    message: dict[str, Any] | None = None
+    prompt_ids: list[int] | None = None
+    refusal: str | None = None
 
 
 class AnswerEngine(Protocol):

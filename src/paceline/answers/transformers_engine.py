@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import Cache, PreTrainedModel
 
-from paceline.answers.engine import Answer, Prompt, Sampling
+from paceline.answers.engine import LENGTH, STOP, Answer, Prompt, Sampling
 from paceline.device import choose_device, choose_dtype, dtype_name
 from paceline.fingerprint import package_versions
 from paceline.recipe import GenerateOptions
@@ -111,7 +111,7 @@ class _Writer:
         self.sampling = sampling
         self.ids: list[int] = []
         self.end: int | None = None
-        self.finish_reason: str = "length"
+        self.finish_reason = LENGTH
         # One number per token, drawn beforehand from the prompt's own seed.
         longest = sampling.max_new_tokens + sampling.num_past_end
         self.draws = np.random.default_rng(prompt.seed).random(longest)
@@ -131,7 +131,7 @@ class _Writer:
         self.ids.append(token)
         if self.end is None:
             if token in self.sampling.end_ids:
-                self.end, self.finish_reason = len(self.ids), "stop"
+                self.end, self.finish_reason = len(self.ids), STOP
             elif len(self.ids) == self.sampling.max_new_tokens:
                 self.end = len(self.ids)
         return self.done

@@ -67,7 +67,7 @@ def conversation(row: dict[str, Any], identity: Identity) -> Conversation | None
         raise RowError("bad_message", f"{key} is a {type(raw).__name__}, not a list")
     if not raw:
         raise RowError("empty", f"{key} is empty")
-    messages = [_message(value, f"{key}[{i}]") for i, value in enumerate(raw)]
+    messages = [canonical_message(value, f"{key}[{i}]") for i, value in enumerate(raw)]
     system = row.get("system")
     if isinstance(system, str) and system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
@@ -81,7 +81,8 @@ def conversation(row: dict[str, Any], identity: Identity) -> Conversation | None
     )
 
 
-def _message(value: Any, where: str) -> Message:
+def canonical_message(value: Any, where: str) -> Message:
+    """One message in canonical form. Raises RowError that names `where` it stands."""
     if not isinstance(value, dict):
         raise RowError("bad_message", f"{where} is a {type(value).__name__}, not an object")
     given = value.get("role", value.get("from"))

@@ -5,14 +5,12 @@ import os
 from pathlib import Path
 from typing import Any, Self
 
-JOURNAL_NAME = "journal.jsonl"
-
 
 class Journal:
     """Records of one part, appended as they come; a run that was killed finds them again."""
 
-    def __init__(self, folder: Path, part: int) -> None:
-        self.path = folder / JOURNAL_NAME
+    def __init__(self, path: Path, part: int) -> None:
+        self.path = path
         self.part = part
         self.records = self._restore()
         self._file = self.path.open("ab")
@@ -23,7 +21,7 @@ class Journal:
         self._file.flush()
 
     def remove(self) -> None:
-        """The part is published: its records are no longer needed."""
+        """The part is published: its records are not needed any more."""
         self._file.close()
         self.path.unlink()
 

@@ -4,6 +4,7 @@ What a file is, its first bytes say, not its name. A row that is not JSON is a r
 not the end of the work.
 """
 
+import codecs
 import glob
 import gzip
 import json
@@ -15,7 +16,11 @@ from typing import IO, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from paceline import fingerprint
+from paceline.artefact import load_finished
+from paceline.contracts import MANIFEST_NAME
 from paceline.errors import DataError, UsageError
+from paceline.prepare.parts import list_answer_parts
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _PARQUET_MAGIC = b"PAR1"
@@ -43,7 +48,10 @@ class RawRow:
 
 
 def find_files(patterns: Iterable[str]) -> list[Path]:
-    """The files that paths and glob patterns name, in the order given. Raises UsageError."""
+    """The files that paths, glob patterns and folders of `generate` name, in the order given.
+
+    Raises UsageError.
+    """
     files: list[Path] = []
     for pattern in patterns:
         path = Path(pattern).expanduser()
@@ -51,12 +59,23 @@ def find_files(patterns: Iterable[str]) -> list[Path]:
         if not found:
             raise UsageError(f"data: {pattern}: no such file")
         for entry in found:
-            if entry.is_dir():
-                raise UsageError(f"data: {entry} is a folder: name files, or {entry}/*.jsonl")
-        files += found
+            files += _inside(entry) if entry.is_dir() else [entry]
     if not files:
         raise UsageError("no data given: pass files of conversations as `data`")
     return files
+
+
+def fingerprint_files(files: Iterable[Path]) -> str:
+    """Fingerprint of files by name, content and order."""
+    return fingerprint.of_json([[file.name, fingerprint.of_file(file)] for file in files])
+
+
+def _inside(folder: Path) -> list[Path]:
+    """The answers in a folder that `generate` wrote. Raises UsageError."""
+    if not (folder / MANIFEST_NAME).is_file():
+        raise UsageError(f"data: {folder} is a folder: name files, or {folder}/*.jsonl")
+    load_finished(folder, "generate")
+    return list_answer_parts(folder)
 
 
 def read_rows(files: Iterable[Path]) -> Iterator[RawRow]:
@@ -142,8 +161,6 @@ def _read_array(path: Path, file: IO[bytes]) -> Iterator[RawRow]:
 
 
 def _text_chunks(file: IO[bytes]) -> Iterator[str]:
-    import codecs
-
     decode = codecs.getincrementaldecoder("utf-8")().decode
     while block := file.read(_CHUNK_CHARS):
         yield decode(block)

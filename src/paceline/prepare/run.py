@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline import fingerprint
-from paceline.artefact import StageFolder, open_stage
+from paceline.artefact import StageFolder, differences, load_finished, open_stage
 from paceline.dataset import list_parts, read_record, write_part
 from paceline.errors import DataError, UsageError
 from paceline.prepare.convert import DELIBERATE, GIVEN_IDS, Converter
-from paceline.prepare.reading import RawRow, count_rows, find_files, read_rows
+from paceline.prepare.reading import RawRow, count_rows, find_files, fingerprint_files, read_rows
 from paceline.prepare.summary import (
     COUNTS_FILE,
     SKIPPED_FILE,
@@ -52,6 +52,9 @@ def run(options: PrepareOptions) -> dict[str, Any]:
     files = find_files(options.data)
     template = template_text(target, options.chat_template)
     inputs = _inputs(target, template, files)
+    for path in map(Path, options.data):
+        if path.is_dir():
+            options = _agree(options, path, inputs)
     identity = options.identity()
     # The template is compared by its text, wherever its file lies.
     identity.pop("chat_template")
@@ -74,9 +77,30 @@ def _inputs(target: Target, template: str | None, files: list[Path]) -> dict[str
         "template": {"fingerprint": fingerprint.of_bytes((template or "").encode())},
         "data": {
             "path": [str(file) for file in files],
-            "fingerprint": fingerprint.of_json([[f.name, fingerprint.of_file(f)] for f in files]),
+            "fingerprint": fingerprint_files(files),
         },
     }
+
+
+def _agree(options: PrepareOptions, path: Path, inputs: dict[str, Any]) -> PrepareOptions:
+    """Options with what shaped the answers of a `generate` folder where they leave it open.
+
+    Raises UsageError where they say otherwise: the answers would stand in another context.
+    """
+    manifest = load_finished(path, "generate")
+    found = {name: manifest.inputs[name]["fingerprint"] for name in ("target", "template")}
+    wanted = {name: inputs[name]["fingerprint"] for name in ("target", "template")}
+    found["target"] = {part: found["target"][part] for part in wanted["target"]}
+    lines = differences(found, wanted)
+    shaping = {name: manifest.options[name] for name in ("chat_template_kwargs", "system_prompt")}
+    given = {name: value for name in shaping if (value := getattr(options, name))}
+    lines += differences({name: shaping[name] for name in given}, given)
+    if lines:
+        raise UsageError(
+            f"data: the answers in {path} were written with other settings than prepare's:\n  "
+            + "\n  ".join(lines)
+        )
+    return options.model_copy(update=shaping)
 
 
 def _convert_all(

@@ -82,9 +82,7 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Message], tools: Tools, generation_prompt: bool, markers: bool
     ) -> tuple[str, list[tuple[int, int]]]:
-        if self.system_prompt and (not messages or messages[0]["role"] != "system"):
-            messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        shaped = [self._shape(message) for message in messages]
+        shaped = [self._shape(message) for message in self._with_system(messages)]
         try:
             texts, spans = render_jinja_template(
                 [shaped],
@@ -102,6 +100,21 @@ class ChatTemplate:
             raise RowError("template_error", f"the chat template says: {error}") from error
         return texts[0], spans[0] if spans else []
 
+    def as_sent(self, messages: Sequence[Message]) -> list[Message]:
+        """Canonical messages as the chat API of a server takes them: arguments are text there."""
+        sent = []
+        for message in self._with_system(messages):
+            copy = dict(message)
+            if "tool_calls" in message:
+                copy["tool_calls"] = [_call_as_text(call) for call in message["tool_calls"]]
+            sent.append(copy)
+        return sent
+
+    def _with_system(self, messages: Sequence[Message]) -> list[Message]:
+        if self.system_prompt and (not messages or messages[0]["role"] != "system"):
+            return [{"role": "system", "content": self.system_prompt}, *messages]
+        return list(messages)
+
     def _shape(self, message: Message) -> Message:
         """A canonical message as this template wants it."""
         form = self.form
@@ -118,12 +131,10 @@ class ChatTemplate:
         return shaped
 
     def _shape_call(self, call: dict[str, Any]) -> dict[str, Any]:
-        arguments = call["function"]["arguments"]
         if self.form.arguments == "string":
-            given = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        else:
-            given = parse_arguments(arguments, "tool_calls")
-        return {**call, "function": {**call["function"], "arguments": given}}
+            return _call_as_text(call)
+        arguments = parse_arguments(call["function"]["arguments"], "tool_calls")
+        return {**call, "function": {**call["function"], "arguments": arguments}}
 
     def _learn_form(self) -> MessageForm:
         """Try what the template prints; the first form that it prints whole is taken."""
@@ -165,6 +176,13 @@ class ChatTemplate:
             return ""
         finally:
             self.form = previous
+
+
+def _call_as_text(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call with its arguments as JSON text, as they were written where they were text."""
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return {**call, "function": {**call["function"], "arguments": text}}
 
 
 def template_text(target: Target, path: str | None = None) -> str | None:
