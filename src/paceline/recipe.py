@@ -192,6 +192,19 @@ class ExtractOptions(StageOptions, TargetOptions):
     max_batch_tokens: int = opt(
         2048, "Tokens in one forward pass, padding included.", identity=False, ge=1
     )
+    workers: int = opt(
+        1,
+        "Engines of `vllm` that share the work on this machine, each with GPUs of its own "
+        "(tensor_parallel_size x pipeline_parallel_size of them).",
+        identity=False,
+        ge=1,
+    )
+    ray_address: str | None = opt(
+        None,
+        "Run the `workers` of engine `vllm` as Ray actors of this cluster (`auto`: the running "
+        "one); needs the extra `ray` and a folder that all nodes see.",
+        identity=False,
+    )
     shard_bytes: int = opt(1 << 30, "Size at which a shard is closed, bytes.", identity=False, ge=1)
     probe_samples: int = opt(4, "Samples that the probe runs before bulk work.", ge=1)
     waive_reference: bool = opt(

@@ -12,6 +12,14 @@ _RMS_SLACK = 4.0
 
 
 @dataclass(frozen=True)
+class RowNorms:
+    """Euclidean norms of a sample's rows, float32: aux [R, A], last [M]."""
+
+    aux: torch.Tensor
+    last: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Guards:
     """plan: the layers captured. rms_ranges: for each k of plan.all the lowest and highest RMS of a
     row seen in the probe, first tokens apart (massive activations sit there); empty before it."""
@@ -20,30 +28,37 @@ class Guards:
     hidden_size: int
     rms_ranges: tuple[tuple[float, float], ...] = ()
 
-    def fault(self, sample: TokenSample, aux: torch.Tensor, last: torch.Tensor) -> str | None:
-        """Why a sample must not be stored, or None."""
+    def fault(
+        self,
+        sample: TokenSample,
+        aux: torch.Tensor,
+        last: torch.Tensor,
+        norms: RowNorms | None = None,
+    ) -> str | None:
+        """Why a sample must not be stored, or None. norms: of the rows, where they are known."""
         rows, wanted = sample.num_aux_rows, sample.num_supervised
         if aux.ndim != 3 or len(aux) < rows or tuple(aux.shape[1:]) != self._aux_shape:
             return f"aux states are {list(aux.shape)}, not [>= {rows}, {list(self._aux_shape)}]"
         if tuple(last.shape) != (wanted, self.hidden_size):
             return f"last states are {list(last.shape)}, not [{wanted}, {self.hidden_size}]"
-        for k, states in self._by_layer(aux[:rows], last):
-            # One sum tells of NaN and infinity in any element without a mask of all of them.
-            if not math.isfinite(float(states.float().abs().sum(dtype=torch.float64))):
+        norms = norms or row_norms(aux[:rows], last)
+        for k, of_layer in self._by_layer(norms.aux[:rows], norms.last):
+            # A norm is finite only if every element of its row is.
+            if not bool(of_layer.isfinite().all()):
                 return f"states of layer k = {k} are not finite"
-            if len(states) and not bool(states.any(-1).all()):
+            if not bool(of_layer.all()):
                 return f"layer k = {k} has an all-zero row"
         return None
 
-    def flags(self, aux: torch.Tensor, last: torch.Tensor) -> list[str]:
+    def flags(self, norms: RowNorms) -> list[str]:
         """What looks odd without being wrong: a layer's RMS far outside the probe's range."""
         found = []
-        for (k, states), (low, high) in zip(
-            self._by_layer(aux[1:], last[1:]), self.rms_ranges, strict=False
+        for (k, of_layer), (low, high) in zip(
+            self._by_layer(norms.aux[1:], norms.last[1:]), self.rms_ranges, strict=False
         ):
-            if not len(states):
+            if not len(of_layer):
                 continue
-            rms = row_rms(states)
+            rms = of_layer / math.sqrt(self.hidden_size)
             lowest, highest = float(rms.min()), float(rms.max())
             if lowest < low / _RMS_SLACK or highest > high * _RMS_SLACK:
                 found.append(
@@ -56,8 +71,18 @@ class Guards:
         return len(self.plan.aux), self.hidden_size
 
     def _by_layer(self, aux: torch.Tensor, last: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """aux [R, A], last [M] -> for each k its column."""
         layers = [(k, aux[:, i]) for i, k in enumerate(self.plan.aux)]
         return [*layers, (self.plan.last, last)]
+
+
+def row_norms(aux: torch.Tensor, last: torch.Tensor) -> RowNorms:
+    """aux [R, A, D], last [M, D] -> their rows' norms, computed where the states are."""
+    return RowNorms(_norms(aux), _norms(last))
+
+
+def _norms(states: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(states, dim=-1, dtype=torch.float32)
 
 
 def row_rms(states: torch.Tensor) -> torch.Tensor:

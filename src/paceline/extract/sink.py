@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from paceline.contracts import TokenSample
-from paceline.extract.guards import Guards
+from paceline.extract.guards import Guards, RowNorms, row_norms
 from paceline.store import ShardWriter, StoreSpec
 
 QUARANTINE_PATTERN = "quarantine-{worker}.jsonl"
@@ -26,13 +26,23 @@ class Sink:
         self._quarantine = folder / QUARANTINE_PATTERN.format(worker=worker)
         self._flags = folder / FLAGS_PATTERN.format(worker=worker)
 
-    def add(self, sample: TokenSample, aux: torch.Tensor, last: torch.Tensor) -> None:
-        """aux [>= num_aux_rows, A, D], last [M, D]. A sample that fails a guard is rejected."""
-        fault = self._guards.fault(sample, aux, last)
+    def add(
+        self,
+        sample: TokenSample,
+        aux: torch.Tensor,
+        last: torch.Tensor,
+        norms: RowNorms | None = None,
+    ) -> None:
+        """aux [>= num_aux_rows, A, D], last [M, D]. A sample that fails a guard is rejected.
+
+        norms: of these rows, where the engine has computed them beside the states.
+        """
+        norms = norms or row_norms(aux[: sample.num_aux_rows], last)
+        fault = self._guards.fault(sample, aux, last, norms)
         if fault:
             self.reject(sample, fault)
             return
-        flags = self._guards.flags(aux, last)
+        flags = self._guards.flags(norms)
         if flags:
             _append(self._flags, {"sample_id": sample.sample_id, "flags": flags})
         self._writer.add(sample, aux, last)

@@ -15,6 +15,7 @@ import torch
 
 from paceline.contracts import TokenSample
 from paceline.errors import EngineError
+from paceline.extract.guards import row_norms
 from paceline.extract.vllm.batch import Segment
 
 _POLL_S = 0.1
@@ -30,14 +31,18 @@ class Pick:
     last_counts: list[int]
 
 
-def pick_rows(segments: Sequence[Segment], samples: Mapping[int, TokenSample]) -> Pick:
-    """Rows of a step that the samples need, segment after segment."""
+def pick_rows(
+    segments: Sequence[Segment], samples: Mapping[int, TokenSample], has_last: bool
+) -> Pick:
+    """Rows of a step that the samples need, segment after segment; without the last layer here,
+    no last rows."""
     aux, last = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for segment in segments:
         sample = samples[segment.number]
         aux_stop = max(min(segment.stop, sample.num_aux_rows), segment.start)
         aux.append(segment.row + np.arange(aux_stop - segment.start))
-        supervised = np.flatnonzero(sample.loss_mask[segment.start : segment.stop])
+        wanted = sample.loss_mask[segment.start : segment.stop] & has_last
+        supervised = np.flatnonzero(wanted)
         last.append(segment.row + supervised)
     return Pick(
         np.concatenate(aux),
@@ -72,8 +77,8 @@ class Slot:
     def receive(self, source: torch.Tensor) -> torch.Tensor:
         """A host copy of `source`, in the slot's pinned memory; complete once the stream's work
         so far is. On a CPU engine the source is host memory of our own already."""
-        if self._buffer is None:
-            return source
+        if self._buffer is None or not source.numel():
+            return source.cpu()
         start = -(-self._used // 64) * 64
         stop = start + source.nbytes
         if stop > len(self._buffer):
@@ -112,13 +117,15 @@ class Ring:
 class HostRows:
     """A step's rows on their way to, and in, host memory.
 
-    aux [R, A, D], last [M, D] (None on a pipeline stage without the last layer), tokens and
-    positions int [N]. `wait` returns when they are there.
+    aux [R, A, D], last [M, D] (M = 0 on a pipeline stage without the last layer), their rows'
+    norms float32 [R, A] and [M], tokens and positions int [N]. `wait` returns when they are there.
     """
 
     slot: Slot
     aux: torch.Tensor
-    last: torch.Tensor | None
+    last: torch.Tensor
+    aux_norms: torch.Tensor
+    last_norms: torch.Tensor
     tokens: torch.Tensor
     positions: torch.Tensor
     event: torch.cuda.Event | None = None
@@ -161,28 +168,32 @@ class Mover:
         aux: Sequence[torch.Tensor],
         last: torch.Tensor | None,
         fed: tuple[torch.Tensor, torch.Tensor],
-    ) -> list[torch.Tensor | None]:
+    ) -> list[torch.Tensor]:
         device = fed[1].device
-        aux_rows = _to_device(pick.aux, device)
+        nothing = torch.empty(0, device=device)
         if aux:
-            picked = torch.stack([states.index_select(0, aux_rows) for states in aux], 1)
+            rows = _to_device(pick.aux, device)
+            picked = torch.stack([states.index_select(0, rows) for states in aux], 1)
         else:
-            picked = fed[1].new_empty((len(pick.aux), 0, 0), dtype=torch.float32)
-        picked_last = None
+            picked = nothing.new_empty((len(pick.aux), 0, 1))
         if last is not None:
             picked_last = last.index_select(0, _to_device(pick.last, device))
-        return [picked, picked_last, *fed]
+        else:
+            picked_last = nothing.new_empty((0, 1))
+        # Norms tell of NaN, infinity and empty rows; on the device they cost next to nothing.
+        norms = row_norms(picked, picked_last)
+        return [picked, picked_last, norms.aux, norms.last, *fed]
 
-    def _copy(self, slot: Slot, sources: list[torch.Tensor | None]) -> HostRows:
+    def _copy(self, slot: Slot, sources: list[torch.Tensor]) -> HostRows:
         if self._stream is None:
             return HostRows(slot, *sources)
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            copies = [None if s is None else slot.receive(s) for s in sources]
+            copies = [slot.receive(source) for source in sources]
             event = torch.cuda.Event()
             event.record(self._stream)
         # The sources must live until the copies are done: their memory belongs to the other stream.
-        return HostRows(slot, *copies, event, [s for s in sources if s is not None])
+        return HostRows(slot, *copies, event, sources)
 
 
 def _to_device(rows: np.ndarray, device: torch.device) -> torch.Tensor:

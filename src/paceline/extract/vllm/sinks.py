@@ -9,6 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from paceline.contracts import LayerPlan, TokenSample
 from paceline.errors import EngineError
+from paceline.extract.guards import RowNorms
+from paceline.extract.sink import Sink
 
 # Ranks of one tensor-parallel group end each layer with the same all-reduced sum; what differs is
 # rounding at most.
@@ -26,10 +28,12 @@ class SpoolSink:
         self._held: dict[str, torch.Tensor] = {}
         self._lock = Lock()
 
-    def add(self, sample: TokenSample, aux: torch.Tensor, last: torch.Tensor | None) -> None:
+    def add(
+        self, sample: TokenSample, aux: torch.Tensor, last: torch.Tensor, norms: RowNorms
+    ) -> None:
         with self._lock:
             self._held[f"aux/{sample.sample_id}"] = aux.clone()
-            if last is not None:
+            if len(last):
                 self._held[f"last/{sample.sample_id}"] = last.clone()
 
     def hand_over(self) -> str | None:
@@ -102,21 +106,25 @@ class DigestSink:
     def __init__(self) -> None:
         self.digests: dict[str, list[float]] = {}
 
-    def add(self, sample: TokenSample, aux: torch.Tensor, last: torch.Tensor | None) -> None:
-        states = [*aux.unbind(1)] + ([] if last is None else [last])
-        self.digests[sample.sample_id] = [float(s.double().norm()) for s in states]
+    def add(
+        self, sample: TokenSample, aux: torch.Tensor, last: torch.Tensor, norms: RowNorms
+    ) -> None:
+        by_layer = [*norms.aux.unbind(1), norms.last]
+        self.digests[sample.sample_id] = [float(n.double().norm()) for n in by_layer]
 
 
 class BothSinks:
     """Store and digest: what the writing rank does while ranks are compared."""
 
-    def __init__(self, first: object, digest: DigestSink) -> None:
+    def __init__(self, first: Sink | SpoolSink, digest: DigestSink) -> None:
         self._first = first
         self._digest = digest
 
-    def add(self, sample: TokenSample, aux: torch.Tensor, last: torch.Tensor | None) -> None:
-        self._digest.add(sample, aux, last)
-        self._first.add(sample, aux, last)
+    def add(
+        self, sample: TokenSample, aux: torch.Tensor, last: torch.Tensor, norms: RowNorms
+    ) -> None:
+        self._digest.add(sample, aux, last, norms)
+        self._first.add(sample, aux, last, norms)
 
 
 def compare_digests(by_rank: list[dict[str, list[float]]]) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 from paceline.contracts import LayerPlan, TokenSample
 from paceline.errors import CaptureMismatch
+from paceline.extract.guards import RowNorms
 from paceline.extract.vllm.assemble import Assembler, Complete
 from paceline.extract.vllm.batch import Segment, check_batch, sample_number, segments_of
 from paceline.extract.vllm.layers import LayerHooks
@@ -27,9 +28,12 @@ logger = logging.getLogger(__name__)
 
 
 class SampleSink(Protocol):
-    """Where a complete sample goes; `last` is None on a pipeline stage without the last layer."""
+    """Where a complete sample goes: aux [R, A, D], last [M, D] (M = 0 on a pipeline stage without
+    the last layer), and the norms of their rows."""
 
-    def add(self, sample: TokenSample, aux: torch.Tensor, last: torch.Tensor | None) -> None: ...
+    def add(
+        self, sample: TokenSample, aux: torch.Tensor, last: torch.Tensor, norms: RowNorms
+    ) -> None: ...
 
 
 @dataclass
@@ -201,7 +205,7 @@ class Tap:
         segments = segments_of(batch, samples)
         if not segments:
             return
-        pick = pick_rows(segments, samples)
+        pick = pick_rows(segments, samples, self._last is not None)
         aux = [step.streams[k] for k in self._aux]
         last = None if self._last is None else step.streams[self._last]
         fed = self._fed(step, batch.num_rows)
@@ -234,7 +238,7 @@ class Tap:
     # --- on threads of our own ---
 
     def _harvest(self) -> None:
-        assembler = Assembler()
+        assembler = Assembler(has_last=self._last is not None)
         while (item := self._captured.get()) is not None:
             self._safely(self._harvest_one, assembler, item)
             self._captured.task_done()
@@ -271,7 +275,9 @@ class Tap:
     def _write_one(self, sink: SampleSink, complete: Complete, rows: HostRows) -> None:
         try:
             if self.error is None and self._samples.pop(complete.number, None) is not None:
-                sink.add(complete.sample, complete.aux, complete.last)
+                sink.add(
+                    complete.sample, complete.rows.aux, complete.rows.last, complete.rows.norms
+                )
                 with self._lock:
                     self._events.done.append(complete.number)
         finally:
