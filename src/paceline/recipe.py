@@ -296,7 +296,12 @@ class TrainOptions(StageOptions, TargetOptions):
 class EvaluateOptions(StageOptions, TargetOptions):
     """`evaluate`: acceptance length, server-free or in real decoding."""
 
-    draft: str = opt("", "Folder that `train` wrote.", identity=False)
+    draft: str = opt(
+        "", "Folder that `train` wrote, or a server's checkpoint made elsewhere.", identity=False
+    )
+    draft_form: Literal["vllm", "speculators", "sglang"] | None = opt(
+        None, "Which server's form a checkpoint made elsewhere is in; None: as its config says."
+    )
     store: str = opt("", "Store whose answers are walked (mode chain).", identity=False)
     data: str = opt("", "Token data set whose prompts are decoded (mode decode).", identity=False)
     mode: Literal["chain", "decode", "served"] = opt(

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ from paceline.artefact import Manifest, describe_input, load_finished, open_stag
 from paceline.contracts import TRAIN_SPLIT, LayerPlan
 from paceline.dataset import TokenDataset
 from paceline.device import choose_device, choose_dtype, dtype_name
-from paceline.draft.checkpoint import load_draft
 from paceline.draft.model import Draft
 from paceline.errors import EvaluationError, FingerprintMismatch, UsageError
 from paceline.evaluate.acceptance import (
@@ -27,6 +25,7 @@ from paceline.evaluate.acceptance import (
 from paceline.evaluate.baselines import BigramTable, prompt_lookup_answer
 from paceline.evaluate.chain import draft_answers, spans_of
 from paceline.evaluate.decode import SpeculativeDecoder
+from paceline.forms.source import open_draft
 from paceline.progress import progress_bar
 from paceline.recipe import EvaluateOptions
 from paceline.store import Store, StoredSample
@@ -46,12 +45,14 @@ def run(options: EvaluateOptions) -> dict[str, Any]:
     of another target or other layers.
     """
     if not (options.draft and options.out):
-        raise UsageError("evaluate: pass `draft` (a folder of `train`) and `out`")
-    trained = load_finished(options.draft, "train")
-    target = open_target(options, trained.result["target"])
+        raise UsageError(
+            "evaluate: pass `draft` (a folder of `train`, or a server's checkpoint) and `out`"
+        )
+    drafted_by = open_draft(options.draft, options.draft_form)
+    target = open_target(options, drafted_by.recorded_target)
     source, manifest = _source(options)
     inputs = {
-        "draft": describe_input(options.draft, trained),
+        "draft": drafted_by.describe_input(),
         "answers": describe_input(source, manifest),
         "target": target.describe_input(),
     }
@@ -62,7 +63,7 @@ def run(options: EvaluateOptions) -> dict[str, Any]:
             return stage.result
         device = choose_device(options.device)
         dtype = choose_dtype(options.dtype, device, target.native_dtype())
-        draft = load_draft(Path(options.draft), target, dtype).to(device)
+        draft = drafted_by.load(target, dtype).to(device)
         measure = _chain if options.mode == "chain" else _decode
         result = {
             "definition": definition(options.num_draft_tokens),
