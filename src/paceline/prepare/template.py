@@ -34,6 +34,18 @@ _TEMPLATE_ERRORS = (
 
 Tools = list[dict[str, Any]] | None
 
+# Some templates print calls only where tools are told.
+_SOME_TOOLS: Tools = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "description": "d",
+            "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+        },
+    }
+]
+
 
 @dataclass(frozen=True)
 class MessageForm:
@@ -160,13 +172,15 @@ class ChatTemplate:
         call = {"type": "function", "id": "call00000"}
         call["function"] = {"name": "f", "arguments": arguments}
         dialogue = [_user("u"), {"role": "assistant", "content": "", "tool_calls": [call]}]
-        tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-        text = self._try(replace(form, arguments="dict"), dialogue, tools)
-        # Python's own spelling of a dict is no JSON: the template wanted a string.
-        if SENTINEL in text and repr(arguments) not in text:
-            return "dict"
-        text = self._try(replace(form, arguments="string"), dialogue, tools)
-        return "string" if json.dumps(arguments) in text else "unsupported"
+        for tools in (None, _SOME_TOOLS):
+            text = self._try(replace(form, arguments="dict"), dialogue, tools)
+            # Python's own spelling of a dict is no JSON: the template wanted a string.
+            if SENTINEL in text and repr(arguments) not in text:
+                return "dict"
+            text = self._try(replace(form, arguments="string"), dialogue, tools)
+            if json.dumps(arguments) in text:
+                return "string"
+        return "unsupported"
 
     def _try(self, form: MessageForm, messages: list[Message], tools: Tools = None) -> str:
         previous, self.form = self.form, form
