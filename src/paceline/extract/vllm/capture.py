@@ -22,8 +22,8 @@ from paceline.extract.vllm.wire import Message
 logger = logging.getLogger(__name__)
 
 # Steps' worth of prompt tokens kept waiting inside vLLM, and how far they may run down.
-_WINDOW_STEPS = 5
-_REFILL_STEPS = 3
+_WINDOW_STEPS = 4
+_REFILL_STEPS = 2
 _EVENTS_EVERY = 8
 _SUBMIT_SAMPLES = 64
 

@@ -8,7 +8,6 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,10 @@ from paceline.extract.vllm.settings import VllmSettings, check_effective, set_en
 from paceline.extract.vllm.wire import Message
 
 logger = logging.getLogger(__name__)
+
+
+# A name, the prompt's token ids and vLLM's SamplingParams.
+TextRequest = tuple[str, list[int], Any]
 
 
 class VllmEngine:
@@ -75,7 +78,7 @@ class VllmEngine:
                 writers=[self._settings.replica * writers + i for i in range(writers)],
                 spool=spool,
                 compare_ranks=compare,
-                driver=driver_message(),
+                driver=self._settings.driver or driver_message(),
             )
             Capture(self, setup, on_tokens).run(samples)
         self._compared = True
@@ -86,18 +89,39 @@ class VllmEngine:
         params = SamplingParams(
             max_tokens=num_tokens, temperature=0.0, ignore_eos=True, detokenize=False
         )
-        return self.complete([np.asarray(p).tolist() for p in prompts], params)
-
-    def complete(self, prompts: Sequence[list[int]], params: Any) -> list[list[int]]:
-        """Token ids that vLLM writes after each prompt, by one set of sampling parameters."""
-        names = [f"paceline-text-{self.next_number()}" for _ in prompts]
-        for name, prompt in zip(names, prompts, strict=True):
-            self._add(name, prompt, params)
         answers: dict[str, list[int]] = {}
+
+        def finished(name: str, ids: list[int]) -> list[TextRequest]:
+            answers[name] = ids
+            return []
+
+        names = [str(i) for i in range(len(prompts))]
+        requests = [
+            (n, np.asarray(p).tolist(), params) for n, p in zip(names, prompts, strict=True)
+        ]
+        self.complete(requests, finished)
+        return [answers[name] for name in names]
+
+    def complete(
+        self,
+        requests: Iterable[TextRequest],
+        on_done: Callable[[str, list[int]], list[TextRequest]],
+    ) -> None:
+        """Let vLLM continue prompts. on_done(name, token ids) is called as each is finished, and
+        may give further requests."""
+        names: dict[str, str] = {}
+
+        def add(wanted: Iterable[TextRequest]) -> None:
+            for name, prompt, params in wanted:
+                request = f"paceline-text-{self.next_number()}"
+                names[request] = name
+                self._add(request, prompt, params)
+
+        add(requests)
         while self.busy():
             for output in self._step():
-                answers[output.request_id] = list(output.outputs[0].token_ids)
-        return [answers[name] for name in names]
+                ids = list(output.outputs[0].token_ids)
+                add(on_done(names.pop(output.request_id), ids))
 
     def close(self) -> None:
         """Let go of the model; processes that vLLM started end."""
@@ -164,8 +188,3 @@ class VllmEngine:
         known = {k: v for k, v in self.settings.items() if k not in own}
         in_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
         return {**known, "in_process": in_process, "torch": torch.__version__}
-
-
-def scratch_folder(path: Path) -> Path:
-    path.mkdir(parents=True, exist_ok=True)
-    return path

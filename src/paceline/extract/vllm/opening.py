@@ -1,10 +1,14 @@
-"""From the options to a running vLLM engine."""
+"""From the options to a running vLLM engine, or to several that share the work."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from paceline.extract.engine import Engine
 from paceline.extract.vllm.engine import VllmEngine
+from paceline.extract.vllm.local_hosts import launch_local, share_devices
+from paceline.extract.vllm.replicas import Launcher, ReplicaPool
 from paceline.extract.vllm.settings import (
     VllmSettings,
     batched_tokens,
@@ -16,21 +20,54 @@ from paceline.target.layers import plan_layers
 from paceline.target.spec import Target
 
 
+def open_engine(options: ExtractOptions, target: Target, dtype: str, scratch: Path) -> Engine:
+    """One vLLM engine, or `workers` of them; see `extract.engine.open_engine`."""
+    settings = vllm_settings(options, target, dtype, scratch)
+    if options.workers == 1 and options.ray_address is None:
+        return VllmEngine(settings, target.num_layers, dtype)
+    per_worker = settings.arguments.get("tensor_parallel_size", 1) * settings.arguments.get(
+        "pipeline_parallel_size", 1
+    )
+    if options.ray_address is not None:
+        return _ray_pool(options, settings, target, dtype, per_worker)
+    launch = _local_launcher(options.workers, per_worker, _on_cpu())
+    return ReplicaPool(options.workers, launch, settings, target.num_layers, dtype)
+
+
 def vllm_settings(
     options: ExtractOptions, target: Target, dtype: str, scratch: Path
 ) -> VllmSettings:
     """How to start vLLM for these options."""
-    from vllm.platforms import current_platform
-
     plan = plan_layers(options.layers, target.num_layers, options.layer_convention)
     row_bytes = len(plan.all) * target.hidden_size * getattr(torch, dtype).itemsize
     wanted = dict(options.engine_options)
     if "max_model_len" not in wanted and (longest := context_length(options, target)):
         wanted["max_model_len"] = longest
-    tokens = batched_tokens(options, target, current_platform.is_cpu(), row_bytes)
+    tokens = batched_tokens(options, _on_cpu(), row_bytes)
     return VllmSettings(llm_arguments(target, dtype, wanted, tokens), scratch)
 
 
-def open_engine(options: ExtractOptions, target: Target, dtype: str, scratch: Path) -> VllmEngine:
-    """One vLLM engine, or several that share the work (`workers`)."""
-    return VllmEngine(vllm_settings(options, target, dtype, scratch), target.num_layers, dtype)
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
+def _local_launcher(count: int, per_worker: int, on_cpu: bool) -> Launcher:
+    devices = [None] * count if on_cpu else share_devices(count, per_worker)
+
+    def launch(number: int, port: int, key: bytes):
+        return launch_local(number, port, key, devices[number])
+
+    return launch
+
+
+def _ray_pool(
+    options: ExtractOptions, settings: VllmSettings, target: Target, dtype: str, per_worker: int
+) -> ReplicaPool:
+    from paceline.extract.vllm.ray_hosts import connect, launch_ray
+
+    address = connect(options.ray_address)
+    gpus = 0 if _on_cpu() else per_worker
+    launch = partial(launch_ray, gpus=gpus, environment=settings.environment)
+    return ReplicaPool(options.workers, launch, settings, target.num_layers, dtype, address)

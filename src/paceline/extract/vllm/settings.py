@@ -22,19 +22,25 @@ _OURS = ("model", "worker_extension_cls", "dtype", "data_parallel_size")
 # Prefill is at its best from about this many tokens a step on.
 _GPU_BATCHED_TOKENS = 16384
 _MAX_SEQS = 256
+HOST_MEMORY_BYTES = 6 << 30
 # Shortest context that the probe can use: its prompts and their continuations.
 _MIN_CONTEXT = 512
 
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """How to start vLLM. arguments: of `vllm.LLM`. replica: the number of this engine among those
-    that share the work. extension: the worker extension's name."""
+    """How to start vLLM.
+
+    arguments: of `vllm.LLM`. scratch: a folder for what does not last. replica: the number of this
+    engine among those that share the work. driver: the process whose death ends all of it; None:
+    the one that starts the engine. host_memory_bytes: of the ring that rows pass through.
+    """
 
     arguments: dict[str, Any]
     scratch: Path
     replica: int = 0
-    host_memory_bytes: int = 6 << 30
+    driver: dict[str, Any] | None = None
+    host_memory_bytes: int = HOST_MEMORY_BYTES
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -67,13 +73,12 @@ def llm_arguments(
     return arguments
 
 
-def batched_tokens(options: ExtractOptions, target: Target, on_cpu: bool, row_bytes: int) -> int:
+def batched_tokens(options: ExtractOptions, on_cpu: bool, row_bytes: int) -> int:
     """Tokens of a step: what the user says, else as many as pay on the device and leave the ring
     of host memory small. row_bytes: of one token's captured states."""
     if on_cpu or "max_batch_tokens" in options.model_fields_set:
         return options.max_batch_tokens
-    budget = VllmSettings.__dataclass_fields__["host_memory_bytes"].default
-    return max(1024, min(_GPU_BATCHED_TOKENS, budget // (3 * row_bytes)))
+    return max(1024, min(_GPU_BATCHED_TOKENS, HOST_MEMORY_BYTES // (3 * row_bytes)))
 
 
 def context_length(options: ExtractOptions, target: Target) -> int | None:

@@ -2,6 +2,8 @@
 so that vLLM's RPC carries it as it is (never a pickle), and JSON with base64 would too.
 """
 
+import base64
+import json
 import traceback
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,25 @@ def read_destination(message: Message) -> Destination:
     ranges = tuple((low, high) for low, high in message["rms_ranges"])
     guards = Guards(spec.layers, spec.hidden_size, ranges)
     return Destination(Path(message["folder"]), spec, guards)
+
+
+def pack(message: Message) -> bytes:
+    """A message as JSON, for our own connections between processes."""
+    return json.dumps(message, default=_pack_bytes).encode()
+
+
+def unpack(data: bytes) -> Message:
+    return json.loads(data, object_hook=_unpack_bytes)
+
+
+def _pack_bytes(value: Any) -> Message:
+    if isinstance(value, bytes):
+        return {"base64": base64.b64encode(value).decode()}
+    raise TypeError(f"{type(value).__name__} does not travel in a message")
+
+
+def _unpack_bytes(value: Message) -> Any:
+    return base64.b64decode(value["base64"]) if value.keys() == {"base64"} else value
 
 
 class WorkerError(Exception):

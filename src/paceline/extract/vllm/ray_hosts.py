@@ -1,0 +1,63 @@
+"""Replicas as Ray actors, on as many machines as a cluster has. The extra `paceline[ray]`.
+
+Ray places them and tells of their end; samples and answers take the same connection as those of
+local replicas.
+"""
+
+import socket
+
+from paceline.extract.vllm.replica import call_driver
+
+
+class RayHost:
+    """An actor that serves the driver."""
+
+    def __init__(self, actor: object, served: object, number: int) -> None:
+        self._actor = actor
+        self._served = served
+        self.name = f"vLLM worker {number} (Ray actor)"
+
+    def alive(self) -> bool:
+        import ray
+
+        return not ray.wait([self._served], timeout=0)[0]
+
+    def end(self) -> None:
+        import ray
+
+        ray.kill(self._actor)
+        # The call fails once the actor's process is gone; until then it might still publish.
+        ray.wait([self._served], num_returns=1)
+
+
+class _Actor:
+    def serve(self, host: str, port: int, key: bytes, number: int) -> None:
+        call_driver(host, port, key, number)
+
+
+def connect(address: str) -> str:
+    """Join the cluster; returns this machine's address as its nodes see it."""
+    import ray
+
+    ray.init(address=address, ignore_reinit_error=True, log_to_driver=False)
+    return ray.util.get_node_ip_address()
+
+
+def launch_ray(
+    number: int, port: int, key: bytes, gpus: int, environment: dict[str, str]
+) -> RayHost:
+    """Start a replica where the cluster has room, spread over its nodes."""
+    import ray
+
+    host = ray.util.get_node_ip_address() or socket.gethostname()
+    actor = (
+        ray.remote(_Actor)
+        .options(
+            num_gpus=gpus,
+            num_cpus=1,
+            scheduling_strategy="SPREAD",
+            runtime_env={"env_vars": environment},
+        )
+        .remote()
+    )
+    return RayHost(actor, actor.serve.remote(host, port, key, number), number)

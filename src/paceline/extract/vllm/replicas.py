@@ -1,0 +1,241 @@
+"""Several vLLM engines that take samples from one queue: data parallelism without a router.
+
+Each is a process with GPUs of its own (or a Ray actor). One that dies gives its samples back: what
+it had published stays, the rest goes to the others.
+"""
+
+import logging
+import secrets
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+from typing import Protocol
+
+import numpy as np
+
+from paceline.contracts import LayerPlan, TokenSample
+from paceline.errors import EngineError
+from paceline.extract.engine import EngineInfo
+from paceline.extract.sink import QUARANTINE_PATTERN, Destination, read_lines
+from paceline.extract.vllm import wire
+from paceline.extract.vllm.extension import driver_message
+from paceline.extract.vllm.replica import PULL_SAMPLES
+from paceline.extract.vllm.settings import VllmSettings
+from paceline.extract.vllm.wire import Message
+from paceline.store import published_ids
+
+logger = logging.getLogger(__name__)
+
+_ACCEPT_POLL_S = 1.0
+
+
+class Host(Protocol):
+    """Where a replica's process lives."""
+
+    name: str
+
+    def alive(self) -> bool: ...
+
+    def end(self) -> None:
+        """Kill it with all that it started; returns when none of it can publish any more."""
+        ...
+
+
+# Starts replica number i, which is to call (port, key); returns its host.
+Launcher = Callable[[int, int, bytes], Host]
+
+
+class _Member:
+    """A live replica: its connection and the samples that it has been given."""
+
+    def __init__(self, host: Host, connection: Connection) -> None:
+        self.host = host
+        self.connection = connection
+        self.assigned: dict[str, TokenSample] = {}
+
+    def send(self, message: Message) -> None:
+        self.connection.send_bytes(wire.pack(message))
+
+    def receive(self) -> Message:
+        return wire.unpack(self.connection.recv_bytes())
+
+
+class ReplicaPool:
+    """See `extract.engine.Engine`: the same, by `count` engines."""
+
+    def __init__(
+        self,
+        count: int,
+        launch: Launcher,
+        settings: VllmSettings,
+        num_layers: int,
+        dtype: str,
+        address: str = "127.0.0.1",
+    ) -> None:
+        self._members: list[_Member] = []
+        self._hosts: list[Host] = []
+        self._lost: list[str] = []
+        key = secrets.token_bytes(32)
+        try:
+            with socket.create_server((address, 0), backlog=count) as server:
+                server.settimeout(_ACCEPT_POLL_S)
+                for number in range(count):
+                    self._hosts.append(launch(number, server.getsockname()[1], key))
+                while len(self._members) < count:
+                    self._members.append(self._accept(server, key))
+            self._start(settings, num_layers, dtype)
+            ready = [self._expect(member, "ready") for member in self._members]
+        except BaseException:
+            self.close()
+            raise
+        self.info = EngineInfo(
+            "vllm", ready[0]["version"], dtype, {**ready[0]["settings"], "workers": count}
+        )
+
+    def capture(
+        self,
+        samples: Iterable[TokenSample],
+        plan: LayerPlan,
+        destination: Destination,
+        on_tokens: Callable[[int], None],
+    ) -> None:
+        order = {
+            "kind": "capture",
+            "plan": wire.plan_message(plan),
+            "destination": wire.destination_message(destination),
+        }
+        queue = _Queue(samples)
+        while True:
+            failures = self._round(order, queue, destination, on_tokens)
+            if failures:
+                wire.raise_error(failures[0])
+            # What a dead replica gave back after the others had ended is shared out once more.
+            if not queue.returned:
+                return
+
+    def greedy(self, prompts: Sequence[np.ndarray], num_tokens: int) -> list[list[int]]:
+        packed = [np.asarray(p, np.int32).tobytes() for p in prompts]
+        member = self._members[0]
+        member.send({"kind": "greedy", "prompts": packed, "num_tokens": num_tokens})
+        return self._expect(member, "answers")["answers"]
+
+    def close(self) -> None:
+        for member in self._members:
+            member.connection.close()
+        for host in self._hosts:
+            host.end()
+        self._members, self._hosts = [], []
+
+    def _accept(self, server: socket.socket, key: bytes) -> _Member:
+        """The next replica that calls; EngineError where one has ended before it did."""
+        while True:
+            try:
+                connection = Connection(server.accept()[0].detach())
+                break
+            except TimeoutError:
+                dead = [host.name for host in self._hosts if not host.alive()]
+                if dead:
+                    raise EngineError(f"{', '.join(dead)} ended while starting") from None
+        deliver_challenge(connection, key)
+        answer_challenge(connection, key)
+        hello = wire.unpack(connection.recv_bytes())
+        return _Member(self._hosts[hello["replica"]], connection)
+
+    def _start(self, settings: VllmSettings, num_layers: int, dtype: str) -> None:
+        for member in self._members:
+            member.send(
+                {
+                    "arguments": settings.arguments,
+                    "scratch": str(settings.scratch),
+                    "replica": self._hosts.index(member.host),
+                    "driver": settings.driver or driver_message(),
+                    "num_layers": num_layers,
+                    "dtype": dtype,
+                }
+            )
+
+    def _round(
+        self,
+        order: Message,
+        queue: "_Queue",
+        destination: Destination,
+        on_tokens: Callable[[int], None],
+    ) -> list[Message]:
+        """Let all live replicas capture until the queue is empty; errors that they told of."""
+        if not self._members:
+            raise EngineError(
+                f"all vLLM workers are gone ({'; '.join(self._lost)}); what was published stays: "
+                "run the same command to go on"
+            )
+        failures: list[Message] = []
+        active = {member.connection: member for member in self._members}
+        for member in self._members:
+            member.assigned.clear()
+            self._try(member, lambda m=member: m.send(order))
+        while active:
+            for connection in wait(list(active)):
+                member = active[connection]
+                try:
+                    message = member.receive()
+                    if message["kind"] == "more":
+                        batch = [] if failures else queue.take(PULL_SAMPLES)
+                        member.assigned.update({s.sample_id: s for s in batch})
+                        member.send({"samples": [wire.sample_message(0, s) for s in batch]})
+                    elif message["kind"] == "tokens":
+                        on_tokens(message["count"])
+                    else:
+                        del active[connection]
+                        failures += [message["error"]] if message["kind"] == "error" else []
+                except (EOFError, OSError) as error:
+                    del active[connection]
+                    self._bury(member, queue, destination, error)
+        return failures
+
+    def _try(self, member: _Member, action: Callable[[], None]) -> None:
+        """A replica that is dead already is buried when its connection is next looked at."""
+        try:
+            action()
+        except OSError as error:
+            logger.warning("%s: %s", member.host.name, error)
+
+    def _bury(
+        self, member: _Member, queue: "_Queue", destination: Destination, error: Exception
+    ) -> None:
+        """A replica has died: make sure that all of it is gone, then give back what it owed."""
+        member.host.end()
+        member.connection.close()
+        self._members.remove(member)
+        self._lost.append(f"{member.host.name} died ({error!r})")
+        settled = published_ids(destination.folder)
+        settled |= {e["sample_id"] for e in read_lines(destination.folder, QUARANTINE_PATTERN)}
+        owed = [s for name, s in member.assigned.items() if name not in settled]
+        logger.warning("%s died; %d samples go back into the queue", member.host.name, len(owed))
+        queue.give_back(owed)
+
+    def _expect(self, member: _Member, kind: str) -> Message:
+        try:
+            message = member.receive()
+        except (EOFError, OSError) as error:
+            raise EngineError(f"{member.host.name} died: {error!r}") from error
+        if message["kind"] == "error":
+            wire.raise_error(message["error"])
+        if message["kind"] != kind:
+            raise EngineError(f"{member.host.name} said {message['kind']!r}, not {kind!r}")
+        return message
+
+
+class _Queue:
+    """The samples that nobody has yet; what is given back comes first."""
+
+    def __init__(self, samples: Iterable[TokenSample]) -> None:
+        self._source = iter(samples)
+        self.returned: deque[TokenSample] = deque()
+
+    def take(self, count: int) -> list[TokenSample]:
+        taken = [self.returned.popleft() for _ in range(min(count, len(self.returned)))]
+        return taken + list(islice(self._source, count - len(taken)))
+
+    def give_back(self, samples: Iterable[TokenSample]) -> None:
+        self.returned.extend(samples)
