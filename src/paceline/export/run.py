@@ -92,11 +92,12 @@ def _export(job: _Job, form: str, carried: Carried) -> dict[str, Any]:
     try:
         serving = Serving(
             dtype=dtype_name(job.dtype),
+            copies_embedding=job.options.copy_embedding,
             target_name=served_name(job.target),
             target_architectures=tuple(job.target.config.architectures or ()),
             num_speculative_tokens=job.options.num_speculative_tokens,
         )
-        write_draft(aside, job.draft, form, job.target, serving, job.options.copy_embedding)
+        write_draft(aside, job.draft, form, job.target, serving)
         entry = {
             "folder": str(final),
             "server": FORMS[form].server,

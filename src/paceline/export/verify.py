@@ -22,6 +22,7 @@ from paceline.target.spec import Target
 REPLAY_STEPS = 3
 _REPLAY_ROWS = 24
 _SEED = 20261129
+_EMBEDDING = "embed_tokens.weight"
 
 # Most that rounding the weights may move the logits of a row, as a share of their norm.
 _BOUNDS: dict[torch.dtype, float] = {torch.float32: 0.0, torch.float16: 0.02, torch.bfloat16: 0.1}
@@ -46,9 +47,9 @@ def verify_exported(folder: str | Path, target: Target, draft: Draft) -> dict[st
     values, found = read_json(folder), read_tensors(folder)
     form = form_of(values) or VLLM
     loaded = load_exported(folder, target, torch.float32, form)
-    dtype = _dtype_of(found, folder)
+    dtype = _dtype_of(found)
     problems = [
-        *_config_differences(values, form, draft.config, target),
+        *_config_differences(values, found, form, draft.config, target),
         *_shape_differences(loaded.config, served_config(draft.config)),
         *_tensor_differences(found, form, dtype, draft, target),
     ]
@@ -110,18 +111,23 @@ def _bound(config: DraftConfig, dtype: torch.dtype) -> float:
     return max(_BOUNDS[dtype], folded)
 
 
-def _dtype_of(found: Mapping[str, torch.Tensor], folder: Path) -> torch.dtype:
+def _dtype_of(found: Mapping[str, torch.Tensor]) -> torch.dtype:
     dtypes = {tensor.dtype for tensor in found.values() if tensor.is_floating_point()}
     if len(dtypes) != 1 or not dtypes <= set(_BOUNDS):
-        raise ExportError(f"{folder}: weights are of {sorted(map(str, dtypes))}; one is expected")
+        raise ExportError(f"weights are of {sorted(map(str, dtypes))}; one is expected")
     return dtypes.pop()
 
 
 def _config_differences(
-    values: Mapping[str, Any], form: str, config: DraftConfig, target: Target
+    values: Mapping[str, Any],
+    found: Mapping[str, torch.Tensor],
+    form: str,
+    config: DraftConfig,
+    target: Target,
 ) -> list[str]:
     """Fields that are not what paceline would write for this draft."""
-    serving = Serving(str(values.get("dtype")), "", (), 1)
+    dtype = str(_dtype_of(found)).removeprefix("torch.")
+    serving = Serving(dtype, copies_embedding=_EMBEDDING in found)
     wanted = write_config(served_config(config), form, target.num_layers, serving)
     wanted = {key: value for key, value in wanted.items() if key not in _OF_THE_PLACE}
     return _differences(json.loads(json.dumps(wanted)), values, "config.json: ")
@@ -157,7 +163,7 @@ def _tensor_differences(
     draft: Draft,
     target: Target,
 ) -> list[str]:
-    wanted = form_tensors(draft, form, dtype, target, copy_embedding="embed_tokens.weight" in found)
+    wanted = form_tensors(draft, form, dtype, target, copy_embedding=_EMBEDDING in found)
     missing, unexpected = sorted(wanted.keys() - found), sorted(found.keys() - wanted)
     lines = [f"{name} is missing" for name in missing]
     lines += [f"{name} should not be there" for name in unexpected]

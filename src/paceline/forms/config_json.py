@@ -15,7 +15,8 @@ from paceline.forms.names import SGLANG, SPECULATORS
 from paceline.forms.rope import both_spellings, read_rope, same_rope
 from paceline.target.spec import Target
 
-MARK = "paceline"  # who wrote a config, and in which form
+MARK = "paceline"  # who wrote a config, in which form, and what became of the embedding
+SHARED, COPIED, OWN = "shared", "copied", "own"
 LAYER_CONFIG = "transformer_layer_config"
 _SPECULATORS_VERSION = "0.9.0"  # the release of that library whose fields these are
 
@@ -38,12 +39,14 @@ _FIXED = {
 
 @dataclass(frozen=True)
 class Serving:
-    """What a config says besides the draft: dtype name, the target and how it is verified."""
+    """What a config says besides the draft's shape. dtype: its name. copies_embedding: the
+    target's embedding is in the checkpoint too. The rest is read in the speculators form alone."""
 
     dtype: str
-    target_name: str
-    target_architectures: tuple[str, ...]
-    num_speculative_tokens: int
+    copies_embedding: bool = False
+    target_name: str = ""
+    target_architectures: tuple[str, ...] = ()
+    num_speculative_tokens: int = 1
 
 
 def write_config(
@@ -58,7 +61,7 @@ def write_config(
         **_flags(config),
         **write_layer_ids(config.aux_layers, form, num_layers),
     }
-    mark = {MARK: {"form": form}}
+    mark = {MARK: {"form": form, "embedding": _embedding(config, serving)}}
     if form != SPECULATORS:
         llama_name = "LlamaForCausalLMEagle3"
         name = "Eagle3Qwen3ForCausalLM" if config.qk_norm else llama_name
@@ -91,6 +94,12 @@ def write_config(
         },
         **mark,
     }
+
+
+def _embedding(config: DraftConfig, serving: Serving) -> str:
+    if not config.shares_embedding:
+        return OWN
+    return COPIED if serving.copies_embedding else SHARED
 
 
 def _layer_config(config: DraftConfig, dtype: str) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from paceline.draft.checkpoint import build_draft
 from paceline.draft.config import DraftConfig
 from paceline.draft.model import Draft
-from paceline.errors import ExportError, TrainingError, VocabularyError
-from paceline.forms.config_json import form_of, read_config
+from paceline.errors import ExportError, LayerError, TrainingError, VocabularyError
+from paceline.forms.config_json import MARK, SHARED, form_of, read_config
 from paceline.forms.names import FORM_NAMES, VLLM, from_form, is_ignored, to_form
 from paceline.target.model import load_embedding
 from paceline.target.spec import Target
@@ -46,10 +46,11 @@ def load_exported(
     try:
         config = read_config(values, form, target)
         tensors = _own_names(read_tensors(folder), config, form or VLLM)
+        _check_embedding_mark(values, _EMBEDDING in tensors)
         tensors |= _vocabulary(tensors, config)
         tensors[_EMBEDDING] = _embedding(tensors.get(_EMBEDDING), config, target, dtype)
         return build_draft(config, tensors, dtype, "its tensors")
-    except (ExportError, TrainingError, VocabularyError) as error:
+    except (ExportError, LayerError, TrainingError, VocabularyError) as error:
         raise ExportError(f"{folder}: {error}") from error
 
 
@@ -167,6 +168,14 @@ def _from_offsets(offsets: np.ndarray, width: int) -> DraftVocabulary:
     marked = np.zeros(width, bool)
     marked[targets[(targets >= 0) & (targets < width)]] = True
     return DraftVocabulary(offsets, marked)
+
+
+def _check_embedding_mark(values: dict[str, Any], present: bool) -> None:
+    """What paceline's own configs say of the embedding must be so."""
+    said = (values.get(MARK) or {}).get("embedding")
+    if said is not None and present != (said != SHARED):
+        there = "there is one" if present else "there is none"
+        raise ExportError(f"the config says that the embedding is {said}, but {there}")
 
 
 def _embedding(

@@ -42,7 +42,8 @@ def read_rope(values: Mapping[str, Any]) -> list[Rope]:
     spellings = []
     if new:
         spellings.append({**new, "rope_theta": theta if inner is None else inner})
-    if scaling or theta is not None:
+    # A theta beside rope_parameters that have none completes them; it is no spelling of its own.
+    if scaling or (theta is not None and not (new and inner is None)):
         spellings.append({**(scaling or {}), "rope_theta": inner if theta is None else theta})
     if not spellings or any(rope["rope_theta"] is None for rope in spellings):
         raise ExportError(

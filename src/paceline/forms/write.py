@@ -64,15 +64,8 @@ def write_form(folder: Path, config: dict[str, Any], tensors: Tensors) -> None:
     write_json(folder / CONFIG_FILE, config)
 
 
-def write_draft(
-    folder: Path,
-    draft: Draft,
-    form: str,
-    target: Target,
-    serving: Serving,
-    copy_embedding: bool = False,
-) -> None:
+def write_draft(folder: Path, draft: Draft, form: str, target: Target, serving: Serving) -> None:
     """Write a draft in a form. Raises LayerError for layers that the form cannot say."""
     dtype = getattr(torch, serving.dtype)
     config = write_config(served_config(draft.config), form, target.num_layers, serving)
-    write_form(folder, config, form_tensors(draft, form, dtype, target, copy_embedding))
+    write_form(folder, config, form_tensors(draft, form, dtype, target, serving.copies_embedding))
