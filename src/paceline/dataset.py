@@ -33,7 +33,7 @@ SCHEMA = pa.schema(
         ("finished", pa.bool_()),
     ]
 )
-_PLAIN = tuple(name for name in SCHEMA.names if name not in ("input_ids", "loss_mask"))
+PLAIN_COLUMNS = tuple(name for name in SCHEMA.names if name not in ("input_ids", "loss_mask"))
 
 
 def part_path(folder: Path, number: int) -> Path:
@@ -123,7 +123,7 @@ def _open(path: Path) -> pq.ParquetFile:
 
 
 def _table(samples: list[TokenSample]) -> pa.Table:
-    columns: dict[str, Any] = {name: [getattr(s, name) for s in samples] for name in _PLAIN}
+    columns: dict[str, Any] = {name: [getattr(s, name) for s in samples] for name in PLAIN_COLUMNS}
     lengths = [sample.num_tokens for sample in samples]
     offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
     for name, empty in (("input_ids", np.int32), ("loss_mask", np.bool_)):
@@ -134,7 +134,7 @@ def _table(samples: list[TokenSample]) -> pa.Table:
 
 
 def _samples(batch: pa.RecordBatch) -> Iterator[TokenSample]:
-    plain = {name: batch.column(name).to_pylist() for name in _PLAIN}
+    plain = {name: batch.column(name).to_pylist() for name in PLAIN_COLUMNS}
     ids, masks = batch.column("input_ids"), batch.column("loss_mask")
     for i in range(batch.num_rows):
         yield TokenSample(

@@ -4,6 +4,7 @@ A library: `align` makes it, `train` and the page read it. W draft vocabulary, V
 """
 
 import io
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,10 +58,15 @@ class DraftVocabulary:
 
 
 def load_vocabulary(folder: str | Path) -> DraftVocabulary:
-    """The vocabulary that `align` left in a finished folder, checked."""
+    """The vocabulary that `align` left in a finished folder, checked. Raises VocabularyError."""
     load_finished(folder, "align")
     path = Path(folder) / VOCABULARY_FILE
-    with np.load(path, allow_pickle=False) as arrays:
-        vocabulary = DraftVocabulary(arrays["d2t"], arrays["t2d"])
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            vocabulary = DraftVocabulary(arrays["d2t"], arrays["t2d"])
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise VocabularyError(
+            f"{path} cannot be read ({error}): run `paceline align` again with --overwrite"
+        ) from error
     vocabulary.check()
     return vocabulary

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from paceline.artefact import write_atomically
 from paceline.contracts import HELDOUT_SPLIT, TRAIN_SPLIT
-from paceline.dataset import list_parts, read_batches, read_record
+from paceline.dataset import PLAIN_COLUMNS, list_parts, read_batches, read_record
 from paceline.errors import DataError
 from paceline.prepare.convert import DELIBERATE
 
@@ -22,7 +22,7 @@ SKIPPED_FILE = "skipped.jsonl"
 
 @dataclass
 class Totals:
-    """Sums over all parts. `content` fingerprints every sample's id, split, ids and mask."""
+    """Sums over all parts. `content` fingerprints every column of every sample."""
 
     vocab_size: int
     rows: int = 0
@@ -81,8 +81,8 @@ class Totals:
         self.longest = max(self.longest, int(lengths.max(initial=0)))
         self.past_end += int(batch.column("num_past_end").to_numpy().sum())
         self.unfinished += batch.column("finished").to_pylist().count(False)
-        names = [batch.column("sample_id").to_pylist(), splits, lengths.tolist()]
-        self._digest.update(json.dumps(names).encode())
+        plain = [batch.column(name).to_pylist() for name in PLAIN_COLUMNS]
+        self._digest.update(json.dumps([plain, lengths.tolist()]).encode())
         self._digest.update(ids.tobytes() + np.packbits(mask).tobytes())
 
 

@@ -1,0 +1,170 @@
+"""`run`: folders and target filled in, stages in order, finished ones skipped, times kept."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import paceline
+from paceline.artefact import load_manifest
+from paceline.errors import FingerprintMismatch, UsageError
+from paceline.recipe import Recipe, build, load_recipe
+from paceline.run import StageTimes, plan_stages
+from tests.tiny_line import write_recipe
+
+ALL = ["generate", "prepare", "extract", "align", "train", "evaluate", "export", "report"]
+
+
+def _recipe(**values):
+    return build(Recipe, {"target": "t", "run_dir": "r", **values})
+
+
+def test_each_stage_reads_the_folders_before_it():
+    planned = plan_stages(_recipe(prepare={"data": ["a.jsonl"]}))
+    assert list(planned) == ALL[1:]
+    assert planned["prepare"].data == ["a.jsonl"]
+    assert planned["extract"].data == planned["align"].data == planned["evaluate"].data
+    assert planned["extract"].data == planned["prepare"].out == "r/prepare"
+    assert planned["train"].store == planned["evaluate"].store == "r/extract"
+    assert planned["train"].vocab == "r/align"
+    assert planned["evaluate"].draft == planned["export"].draft == "r/train"
+    assert planned["export"].evaluate == "r/evaluate"
+    assert planned["report"].run_dir == "r"
+    assert {stage: options.out for stage, options in planned.items()} == {
+        stage: f"r/{stage}" for stage in ALL[1:]
+    }
+
+
+def test_the_target_is_named_once():
+    planned = plan_stages(
+        _recipe(revision="v2", trust_remote_code=True, prepare={"data": ["a"]}, generate=None)
+    )
+    for stage in ALL[1:-1]:
+        options = planned[stage]
+        found = (options.target, options.revision, options.trust_remote_code)
+        assert found == ("t", "v2", True), stage
+
+
+def test_what_the_recipe_says_itself_stays():
+    planned = plan_stages(
+        _recipe(
+            prepare={"data": ["a"], "out": "/data/p", "target": "other"},
+            extract={"data": "/data/p"},
+        )
+    )
+    assert planned["prepare"].out == "/data/p"
+    assert planned["prepare"].target == "other"
+    assert planned["prepare"].revision is None
+    assert planned["extract"].data == "/data/p"
+
+
+def test_generate_comes_first_and_feeds_prepare():
+    planned = plan_stages(_recipe(run_dir="odd[1]", generate={"data": ["p.jsonl"]}))
+    assert list(planned) == ALL
+    assert planned["generate"].out == "odd[1]/generate"
+    assert planned["prepare"].data == ["odd[1]/generate"]
+
+
+def test_two_sources_of_conversations_are_refused():
+    with pytest.raises(UsageError, match=r"`generate` and `prepare.data` are both given"):
+        plan_stages(_recipe(generate={"data": ["p"]}, prepare={"data": ["c"]}))
+
+
+def test_a_recipe_without_target_or_file_is_refused():
+    with pytest.raises(UsageError, match="no `target`"):
+        plan_stages(build(Recipe, {}))
+    with pytest.raises(UsageError, match="pass `recipe`"):
+        paceline.run()
+
+
+def test_the_plan_leaves_the_recipe_alone():
+    recipe = _recipe(prepare={"data": ["a"]})
+    plan_stages(recipe)
+    assert recipe.extract.data == ""
+    assert recipe.prepare.out == ""
+
+
+def test_a_finished_run_does_nothing_and_keeps_its_times(tiny_run):
+    times = (tiny_run / "run.json").read_bytes()
+    manifests = {s: (tiny_run / s / "manifest.json").read_bytes() for s in ALL}
+    again = paceline.run(str(tiny_run.parent / "recipe.yaml"))
+    assert {name: stage["skipped"] for name, stage in again["stages"].items()} == dict.fromkeys(
+        ALL, True
+    )
+    assert (tiny_run / "run.json").read_bytes() == times
+    assert {s: (tiny_run / s / "manifest.json").read_bytes() for s in ALL} == manifests
+    assert Path(again["page"]).is_file()
+    assert again["stages"]["evaluate"]["result"]["results"]["3"]["pooled"]["verify_steps"] > 0
+
+
+def test_times_are_kept_for_every_stage(tiny_run):
+    stages = json.loads((tiny_run / "run.json").read_text())["stages"]
+    assert list(stages) == ALL
+    for name, entry in stages.items():
+        assert entry["seconds"] > 0
+        assert entry["created"] == load_manifest(tiny_run / name).created
+
+
+def test_changed_options_are_refused_at_their_stage(tiny_run):
+    recipe = load_recipe(tiny_run.parent / "recipe.yaml")
+    with pytest.raises(FingerprintMismatch, match="draft_vocab_size: was 96, now 64"):
+        paceline.run(recipe, overrides=["align.draft_vocab_size=64"])
+
+
+def test_a_failing_stage_keeps_those_before_it_and_the_time(tmp_path):
+    recipe = write_recipe(tmp_path)
+    bad = ["extract.layers=[1, 99, 3]"]
+    with pytest.raises(paceline.errors.LayerError, match="99"):
+        paceline.run(str(recipe), bad)
+    assert load_manifest(tmp_path / "run" / "prepare").status == "complete"
+    stages = json.loads((tmp_path / "run" / "run.json").read_text())["stages"]
+    assert stages["prepare"]["seconds"] > 0
+
+
+def _manifest(folder, created, status="running", finished=None):
+    folder.mkdir(exist_ok=True)
+    values = {
+        "stage": "train",
+        "schema": 1,
+        "status": status,
+        "inputs": {},
+        "options": {},
+        "versions": {},
+        "created": created,
+        "finished": finished,
+    }
+    (folder / "manifest.json").write_text(json.dumps(values))
+
+
+def test_times_add_up_over_interruptions_and_start_anew_with_a_new_folder(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("paceline.run.time.monotonic", lambda: now[0])
+    folder, path = tmp_path / "train", tmp_path / "run.json"
+
+    def work(seconds, created, status, finished=None, error=None):
+        with StageTimes(path).measure("train", str(folder)) as measured:
+            now[0] += seconds
+            _manifest(folder, created, status, finished)
+            if error:
+                raise error
+        return measured
+
+    with pytest.raises(KeyboardInterrupt):
+        work(5, "monday", "running", error=KeyboardInterrupt())
+    assert _seconds(path) == 5
+    work(7, "monday", "complete", "later")
+    assert _seconds(path) == 12
+    assert work(1, "monday", "complete", "later").skipped
+    assert _seconds(path) == 12
+    assert str(work(3, "tuesday", "complete", "then")) == "3.0 s"
+    assert _seconds(path) == 3
+
+
+def _seconds(path):
+    return json.loads(path.read_text())["stages"]["train"]["seconds"]
+
+
+def test_a_damaged_times_file_is_named(tmp_path):
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(UsageError, match=r"run\.json is damaged"):
+        StageTimes(tmp_path / "run.json")
