@@ -1,0 +1,26 @@
+# Tests against real vLLM, each version in an environment of its own, made once from a list of exact
+# versions (vLLM's CPU builds ask for more than text models need, so the list is installed as it is).
+VLLM_VERSIONS := 0.16.0 0.32.0
+VLLM_MORE_VERSIONS := 0.20.2 0.24.0
+TORCH_OF_0.16.0 := 2.10.0
+TORCH_OF_0.20.2 := 2.11.0
+TORCH_OF_0.24.0 := 2.11.0
+TORCH_OF_0.32.0 := 2.13.0
+
+.PHONY: test-engines test-engines-all
+.SECONDARY: $(foreach v,$(VLLM_VERSIONS) $(VLLM_MORE_VERSIONS),.venv-vllm-$(v)/ready)
+
+test-engines: $(addprefix test-vllm-,$(VLLM_VERSIONS))
+
+test-engines-all: test-engines $(addprefix test-vllm-,$(VLLM_MORE_VERSIONS))
+
+test-vllm-%: .venv-vllm-%/ready
+	.venv-vllm-$*/bin/python -m pytest tests/engines
+
+# torch brings its own companions where its build needs some (CUDA libraries, on x86 without a CPU build).
+.venv-vllm-%/ready: tests/engines/requirements-%.txt
+	test -x .venv-vllm-$*/bin/python || $(PYTHON) -m venv .venv-vllm-$*
+	.venv-vllm-$*/bin/pip install -q --no-compile torch==$(TORCH_OF_$*)
+	.venv-vllm-$*/bin/pip install -q --no-compile --no-deps -r $<
+	.venv-vllm-$*/bin/pip install -q --no-deps -e .
+	touch $@
