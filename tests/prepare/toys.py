@@ -107,7 +107,12 @@ def chatml_target(folder: Path, template: str | None, **settings: Any) -> Path:
 
 
 def write_rows(path: Path, rows: Sequence[Any]) -> str:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    lines = [
+        line if "\ud800" not in line else json.dumps(row)
+        for line, row in zip(lines, rows, strict=True)
+    ]
+    path.write_text("".join(line + "\n" for line in lines))
     return str(path)
 
 

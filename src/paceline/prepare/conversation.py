@@ -194,4 +194,8 @@ def _first_prompt(messages: list[Message]) -> list[Any]:
 
 
 def _hash(value: Any) -> str:
-    return digest(json.dumps(value, sort_keys=True, ensure_ascii=True).encode())
+    try:
+        return digest(json.dumps(value, sort_keys=True, ensure_ascii=False).encode())
+    except UnicodeEncodeError as error:
+        # JSON can say half a surrogate pair; no tokenizer can read it.
+        raise RowError("invalid_text", f"the messages hold what is no text: {error}") from error

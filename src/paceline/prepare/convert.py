@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.contracts import HELDOUT_SPLIT, TRAIN_SPLIT, TokenSample
@@ -152,7 +152,9 @@ class Converter:
 
     def _content(self, values: dict[str, Any], identity: Identity) -> TokenRow | Conversation:
         content = token_row(values, identity, self.target.vocab_size)
-        content = content or conversation(values, identity)
+        if content is not None:
+            return _split_as_messages(content, values)
+        content = conversation(values, identity)
         if content is None:
             raise RowError(
                 "missing_key",
@@ -273,6 +275,16 @@ class Converter:
                 "detail": str(error),
             }
         )
+
+
+def _split_as_messages(row: TokenRow, values: dict[str, Any]) -> TokenRow:
+    """Where a row of ids also has its messages, the split goes by them: ids and text of one
+    conversation, before and after `generate`, fall on one side."""
+    try:
+        told = conversation(values, row.identity)
+    except RowError:
+        return row
+    return replace(row, prompt_hash=told.prompt_hash) if told else row
 
 
 def _shortened(piece: TokenPiece, num_tokens: int) -> TokenPiece:

@@ -144,6 +144,8 @@ def _read_array(path: Path, file: IO[bytes]) -> Iterator[RawRow]:
     while True:
         text = text.lstrip(" \t\r\n,")
         if text.startswith("]"):
+            if (text[1:] + "".join(chunks)).strip():
+                raise DataError(f"{path}: text follows the JSON array of {number} rows")
             return
         try:
             value, end = decoder.raw_decode(text)

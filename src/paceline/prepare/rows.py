@@ -157,7 +157,10 @@ def _ids(row: dict[str, Any], name: str, vocab_size: int) -> np.ndarray:
     values = decoded(row.get(name))
     if values is None:
         raise RowError("missing_key", f"the row has no {name}")
-    array = np.asarray(values) if isinstance(values, list) else None
+    try:
+        array = np.asarray(values) if isinstance(values, list) else None
+    except ValueError:  # lists of different lengths inside
+        array = None
     if array is None or array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
         raise RowError("bad_ids", f"{name} is not a list of whole numbers")
     outside = np.flatnonzero((array < 0) | (array >= vocab_size))

@@ -1,0 +1,203 @@
+"""Forms of rows, and what happens to odd ones."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.prepare import toys
+from tests.prepare.toys import Prepared, chat, chatml_target
+
+IDS = {"prompt_ids": [1, 2, 3], "response_ids": [4, 5, 6, 7]}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chatml_target(tmp_path_factory.mktemp("target"), toys.CHATML_PROMPT)
+
+
+def test_exact_ids_are_kept_as_they_are(tmp_path: Path, target: Path) -> None:
+    row = IDS | {"id": "x", "source": "s", "finished": False}
+    [sample] = Prepared(tmp_path, target, [row]).samples
+    assert sample.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert sample.loss_mask.tolist() == [False] * 3 + [True] * 4
+    assert (sample.sample_id, sample.conversation_id, sample.source) == ("x", "x", "s")
+    assert (sample.finished, sample.num_past_end) == (False, 0)
+
+
+def test_tokens_past_the_end_are_recorded_but_not_supervised(tmp_path: Path, target: Path) -> None:
+    done = Prepared(tmp_path, target, [IDS | {"num_past_end": 2, "finish_reason": "stop"}])
+    [sample] = done.samples
+    assert sample.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert np.flatnonzero(sample.loss_mask).tolist() == [3, 4]
+    assert (sample.num_past_end, sample.finished) == (2, True)
+    assert done.result["past_end_tokens"] == 2
+
+
+def test_a_cut_takes_the_tokens_past_the_end_first(tmp_path: Path, target: Path) -> None:
+    rows = [IDS | {"num_past_end": 2, "finished": True}]
+    [sample] = Prepared(tmp_path, target, rows, max_length=6).samples
+    assert sample.input_ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert (sample.num_past_end, sample.finished) == (1, True)
+    (tmp_path / "shorter").mkdir()
+    [sample] = Prepared(tmp_path / "shorter", target, rows, max_length=4).samples
+    assert sample.input_ids.tolist() == [1, 2, 3, 4]
+    assert (sample.num_past_end, sample.finished) == (0, False)
+
+
+def test_answers_that_are_the_next_ones_context_are_one_sample(
+    tmp_path: Path, target: Path
+) -> None:
+    answer = lambda prompt, response, past=0: {
+        "prompt_ids": prompt,
+        "response_ids": response,
+        "num_past_end": past,
+        "finish_reason": "stop",
+    }
+    rows = [
+        {"id": "joins", "answers": [answer([1, 2], [3]), answer([1, 2, 3, 4], [5, 6])]},
+        {"id": "differs", "answers": [answer([1, 2], [3]), answer([1, 9, 3, 4], [5])]},
+        {"id": "past", "answers": [answer([1, 2], [3, 8], 1), answer([1, 2, 3, 8, 4], [5])]},
+    ]
+    done = Prepared(tmp_path, target, rows)
+    found = [(s.sample_id, np.flatnonzero(s.loss_mask).tolist()) for s in done.samples]
+    assert found == [
+        ("joins", [2, 4, 5]),
+        ("differs#1", [2]),
+        ("differs#2", [4]),
+        ("past#1", [2]),
+        ("past#2", [5]),
+    ]
+    assert done.result["split_samples"] == 2
+    assert done.result["conversations"] == 3
+
+
+def test_given_masks_are_kept(tmp_path: Path, target: Path) -> None:
+    rows = [
+        {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 0, 1]},
+        {"input_ids": [5, 6, 7], "loss_mask": [False, False, True]},
+        {"input_ids": "[9, 8, 7]", "loss_mask": "[0, 1, 1]"},
+    ]
+    samples = Prepared(tmp_path, target, rows).samples
+    assert [np.flatnonzero(s.loss_mask).tolist() for s in samples] == [[1, 3], [2], [1, 2]]
+
+
+ODD: list[tuple[Any, str, str]] = [
+    ([1, 2], "invalid_json", "a list, not an object"),
+    ({}, "missing_key", "it has nothing"),
+    ({"text": "x"}, "missing_key", "it has text"),
+    ({"messages": "hello"}, "bad_message", "messages is a str"),
+    ({"messages": [3]}, "bad_message", r"messages\[0\] is a int"),
+    ({"messages": [{"content": "x"}]}, "unknown_role", r"messages\[0\] has role None"),
+    ({"messages": [{"role": "user"}]}, "bad_message", "content is None"),
+    ({"messages": [{"role": "user", "content": 3}]}, "bad_message", "content is 3"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
+        "unsupported_part",
+        r"content\[0\] is 'image'",
+    ),
+    (chat("q"), "no_assistant_turn", "no message is the assistant's"),
+    ({"messages": [{"role": "user", "content": "a\ud800"}]}, "invalid_text", "messages"),
+    (IDS | {"response_ids": []}, "no_supervised_tokens", "no token"),
+    ({"prompt_ids": [], "response_ids": []}, "empty", "no tokens"),
+    ({"prompt_ids": [], "response_ids": [5]}, "no_supervised_tokens", "no token"),
+    ({"response_ids": [5]}, "missing_key", "no prompt_ids"),
+    (IDS | {"num_past_end": 5}, "bad_field", "num_past_end is 5 of 4"),
+    (IDS | {"num_past_end": 4}, "no_supervised_tokens", "no token"),
+    (IDS | {"prompt_ids": [1, 9999]}, "bad_ids", r"prompt_ids\[1\] is 9999"),
+    (IDS | {"prompt_ids": [-1]}, "bad_ids", r"prompt_ids\[0\] is -1"),
+    (IDS | {"prompt_ids": [1.5]}, "bad_ids", "not a list of whole numbers"),
+    (IDS | {"prompt_ids": [[1]]}, "bad_ids", "not a list of whole numbers"),
+    (IDS | {"prompt_ids": [True, False]}, "bad_ids", "not a list of whole numbers"),
+    (IDS | {"prompt_ids": [1, [2]]}, "bad_ids", "not a list of whole numbers"),
+    (IDS | {"finished": "yes"}, "bad_field", "finished is 'yes'"),
+    (IDS | {"id": ["x"]}, "bad_field", r"id is \['x'\]"),
+    (IDS | {"source": 7}, "bad_field", "source is 7"),
+    ({"input_ids": [1, 2]}, "missing_key", "no loss_mask"),
+    ({"input_ids": [1, 2], "loss_mask": [1]}, "length_mismatch", "1 values for 2"),
+    ({"input_ids": [1, 2], "loss_mask": [0, 2]}, "bad_ids", "something else than 0 and 1"),
+    ({"input_ids": [1, 2], "loss_mask": [1, 0]}, "no_supervised_tokens", "no token"),
+    ({"answers": "x"}, "bad_field", "answers is not a list"),
+    (chat("q" * 60, "a"), "too_long", "max_length is 50"),
+    (chat("q", "a") | {"tools": "x"}, "bad_field", "tools is not a list"),
+    (
+        {"conversations": [{"from": "function_call", "value": "{"}]},
+        "bad_tool_call",
+        r"conversations\[0\] is not a JSON call",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
+        "bad_tool_call",
+        r"messages\[0\]\.tool_calls\[0\] has no function name",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}]},
+        "bad_tool_call",
+        r"arguments are \[1\], not an object",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}]},
+        "template_error",
+        "does not print tool calls",
+    ),
+]
+
+
+def test_odd_rows_are_skipped_each_with_its_reason(tmp_path: Path, target: Path) -> None:
+    rows = [chat("good", "yes")] + [row for row, _, _ in ODD]
+    done = Prepared(tmp_path, target, rows, max_length=50)
+    found = [(entry["row"], entry["reason"]) for entry in done.skipped]
+    assert found == [(i, reason) for i, (_, reason, _) in enumerate(ODD, start=2)]
+    for entry, (_, _, detail) in zip(done.skipped, ODD, strict=True):
+        assert re.search(detail, entry["detail"]), entry
+    assert done.result["rows"] == len(rows)
+    assert done.result["rows_kept"] == 1
+    assert sum(done.result["skipped"].values()) == len(ODD)
+    assert done.decoded_spans() == ["yes<|im_end|>"]
+
+
+def test_legal_orders_of_roles_are_kept(tmp_path: Path, target: Path) -> None:
+    orders = ("uaua", "suua", "uaa", "auua", "sua", "utta", "dua")
+    roles = {"u": "user", "a": "assistant", "s": "system", "t": "tool", "d": "developer"}
+    rows = [
+        {"messages": [{"role": roles[c], "content": f"{c}{i}"} for i, c in enumerate(order)]}
+        for order in orders
+    ]
+    done = Prepared(tmp_path, target, rows)
+    assert len(done.samples) == len(orders)
+    for number, order in enumerate(orders):
+        wanted = [f"a{i}<|im_end|>" for i, c in enumerate(order) if c == "a"]
+        assert done.decoded_spans(number) == wanted
+
+
+def test_turns_after_the_last_answer_are_dropped_and_counted(tmp_path: Path, target: Path) -> None:
+    done = Prepared(tmp_path, target, [chat("u1", "a1", "u2")])
+    assert "u2" not in done.text()
+    assert done.decoded_spans() == ["a1<|im_end|>"]
+    assert done.result["notes"] == {"trailing_turns_dropped": 1}
+
+
+def test_empty_answers_teach_their_end_alone(tmp_path: Path, target: Path) -> None:
+    done = Prepared(tmp_path, target, [chat("u1", "", "u2", "a2")])
+    assert done.decoded_spans() == ["<|im_end|>", "a2<|im_end|>"]
+
+
+def test_columns_that_hold_json_text(tmp_path: Path, target: Path) -> None:
+    row = {"messages": json.dumps(chat("q", "a")["messages"]), "system": "Be brief."}
+    done = Prepared(tmp_path, target, [row])
+    assert done.text().startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nq")
+
+
+def test_sharegpt_calls_of_functions(tmp_path: Path) -> None:
+    target = chatml_target(tmp_path / "t", toys.TOOLS_ITEMS)
+    turns = [
+        {"from": "human", "value": "3*18"},
+        {"from": "function_call", "value": '{"name": "mul", "arguments": {"a": 3}}'},
+        {"from": "observation", "value": "54"},
+        {"from": "gpt", "value": "It is 54."},
+    ]
+    done = Prepared(tmp_path, target, [{"conversations": turns}])
+    assert done.decoded_spans() == ["[call mul a=3]<|im_end|>", "It is 54.<|im_end|>"]
