@@ -39,7 +39,6 @@ def model_card(
         form=form["form"],
         server=FORMS[form["form"]].server,
         lowest_version=form["lowest_version"],
-        needs=form["needs"],
         command=form["command"],
         dtype=form["dtype"],
         replay=form["replay"],

@@ -67,7 +67,7 @@ def run(options: ExportOptions) -> dict[str, Any]:
         job = _Job(options, stage.path, target, draft, dtype, source.trained, evaluated)
         result = {
             "target": asdict(target.reference),
-            "draft": draft.config.to_dict(),
+            "draft": {**draft.config.to_dict(), "aux_layers": list(draft.config.aux_layers)},
             "dtype": dtype_name(dtype),
             "forms": {form: _export(job, form, found) for form, found in carried.items()},
         }
