@@ -165,7 +165,7 @@ class StageFolder:
         self.manifest = replace(
             self.manifest,
             status=COMPLETE,
-            result=dict(result),
+            result=_plain(result),
             finished=_now(),
             fingerprint=self.manifest.of_content(content),
         )

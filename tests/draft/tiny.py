@@ -14,21 +14,21 @@ THETA = 10000.0
 
 
 def tiny_config(**changes):
-    values = dict(
-        hidden_size=16,
-        intermediate_size=24,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        num_layers=1,
-        target_hidden_size=16,
-        vocab_size=40,
-        draft_vocab_size=12,
-        aux_layers=(1, 2, 3),
-        rms_norm_eps=1e-5,
-        max_position_embeddings=128,
-        rope={"rope_type": "default", "rope_theta": THETA},
-    )
+    values = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "num_layers": 1,
+        "target_hidden_size": 16,
+        "vocab_size": 40,
+        "draft_vocab_size": 12,
+        "aux_layers": (1, 2, 3),
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 128,
+        "rope": {"rope_type": "default", "rope_theta": THETA},
+    }
     return DraftConfig(**{**values, **changes})
 
 
@@ -38,7 +38,7 @@ def tiny_draft(config, seed=0):
     draft = Draft(config).double()
     half = config.head_dim // 2
     draft.rotary.inv_freq = THETA ** (-torch.arange(half, dtype=torch.float64) / half)
-    for name, weight in draft.named_parameters():
+    for _name, weight in draft.named_parameters():
         noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
         weight.data = 1.0 + 0.2 * noise if weight.ndim == 1 else 0.3 * noise
     if config.aux_norm == "static":

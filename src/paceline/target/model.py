@@ -66,6 +66,13 @@ def final_norm_of(model: nn.Module, num_layers: int) -> nn.Module:
     raise TargetError(f"{type(decoder).__name__} has no final norm that paceline knows")
 
 
+class _Output(BaseModelOutputWithPast):
+    """Some families' forwards also hand on what their decoder says of routers or images: None."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 class _NormOnly(nn.Module):
     """Stands in for the decoder inside the target's own forward: hidden states in, normed out."""
 
@@ -74,7 +81,7 @@ class _NormOnly(nn.Module):
         self.norm = norm
 
     def forward(self, inputs_embeds: torch.Tensor, **_: object) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(inputs_embeds))
+        return _Output(last_hidden_state=self.norm(inputs_embeds))
 
 
 class TeacherHead(nn.Module):

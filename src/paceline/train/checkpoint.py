@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from paceline.artefact import fsync_folder, write_json
@@ -53,7 +54,7 @@ def load_checkpoint(run_folder: Path, optimiser: MasterAdamW) -> int:
     try:
         tensors = load_file(newest / _STATE)
         next_step = json.loads((newest / _STEP).read_text())["next_step"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise TrainingError(
             f"{newest} cannot be read ({error}); remove it to go on from the one before"
         ) from error

@@ -1,0 +1,78 @@
+"""Bigram table and prompt lookup against the obvious slow way."""
+
+from collections import Counter
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.evaluate.baselines import BigramTable, prompt_lookup_answer
+from paceline.evaluate.spans import answer_spans
+
+tokens = st.lists(st.integers(0, 4), min_size=4, max_size=25)
+LONGEST = 4
+
+
+def span_of(ids):
+    mask = np.zeros(len(ids), bool)
+    mask[2:] = True
+    return answer_spans(mask, 0)[0]
+
+
+def leading(proposed, actual):
+    return next(
+        (i for i, (a, b) in enumerate(zip(proposed, actual)) if a != b),
+        min(len(proposed), len(actual)),
+    )
+
+
+def slow_lookup(ids, point):
+    for n in (3, 2, 1):
+        wanted = ids[point + 1 - n : point + 1]
+        if len(wanted) < n:
+            continue
+        for end in range(point - 1, n - 2, -1):
+            if ids[end + 1 - n : end + 1] == wanted:
+                return ids[end + 1 : point + 1][:LONGEST]
+    return []
+
+
+@settings(deadline=None)
+@given(tokens)
+def test_prompt_lookup_equals_a_search_from_the_latest_to_the_first(ids):
+    span = span_of(ids)
+    answer = prompt_lookup_answer(np.array(ids), span, LONGEST)
+    expected = [
+        leading(slow_lookup(ids, p), ids[p + 1 : p + 1 + LONGEST])
+        for p in range(span.first, span.end)
+    ]
+    assert answer.match.tolist() == expected
+    assert answer.known.tolist() == [span.end - p for p in range(span.first, span.end)]
+
+
+@settings(deadline=None)
+@given(st.lists(tokens, min_size=1, max_size=4), tokens)
+def test_the_bigram_table_holds_the_most_frequent_supervised_successor(training, ids):
+    generator = np.random.default_rng(0)
+    masks = [generator.random(len(t)) < 0.7 for t in training]
+    counts = Counter(
+        (a, b)
+        for t, mask in zip(training, masks, strict=True)
+        for a, b, supervised in zip(t, t[1:], mask[1:])
+        if supervised
+    )
+    best = {}
+    for (a, b), n in sorted(counts.items()):
+        if a not in best or n > counts[a, best[a]]:
+            best[a] = b
+    pairs = [(np.array(t, np.int32), m) for t, m in zip(training, masks, strict=True)]
+    table = BigramTable(pairs, vocab_size=5)
+    span = span_of(ids)
+    expected = []
+    for p in range(span.first, span.end):
+        chain, at = [], ids[p]
+        while len(chain) < LONGEST and at in best:
+            at = best[at]
+            chain.append(at)
+        expected.append(leading(chain, ids[p + 1 :]))
+    assert table.answer(np.array(ids), span, LONGEST).match.tolist() == expected

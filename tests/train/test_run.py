@@ -1,0 +1,139 @@
+"""The stage: a broken run and an unbroken one end with the same weights, bad inputs are refused."""
+
+import json
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import paceline
+from paceline.errors import FingerprintMismatch, TrainingError, UsageError
+from paceline.train import loop
+
+from ..lines import extracted, trained
+from ..targets import save_target
+
+
+@pytest.fixture(scope="module")
+def line(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("line")
+    extracted(folder)
+    return folder
+
+
+def records(folder):
+    lines = [json.loads(text) for text in (folder / "log.jsonl").read_text().splitlines()]
+    return {
+        r["step"]: (r["loss"], r["learning_rate"], r["grad_norm"]) for r in lines if "loss" in r
+    }
+
+
+class Stopped(BaseException):
+    """As a signal would: nothing in the loop may catch it."""
+
+
+def train_until(monkeypatch, line, out, step, **options):
+    whole_step = loop.Trainer.step
+
+    def stopping_step(self, number, batches):
+        if number == step:
+            raise Stopped
+        return whole_step(self, number, batches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Trainer, "step", stopping_step)
+        with pytest.raises(Stopped):
+            trained(line, out, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"schedule": "linear"}], ids=str)
+def test_T04_a_broken_run_ends_with_the_same_weights_and_curve(
+    line, monkeypatch, tmp_path, options
+):
+    whole, broken = str(tmp_path / "whole"), str(tmp_path / "broken")
+    trained(line, whole, **options)
+    for step in (3, 7):
+        train_until(monkeypatch, line, broken, step, **options)
+    trained(line, broken, **options)
+    weights = [load_file(f"{out}/draft.safetensors") for out in (whole, broken)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(bool((weights[0][n] == weights[1][n]).all()) for n in weights[0])
+    assert records(tmp_path / "whole") == records(tmp_path / "broken")
+
+
+def test_T04_a_checkpoint_that_lacks_state_is_an_error(line, monkeypatch, tmp_path):
+    train_until(monkeypatch, line, str(tmp_path / "run"), 5)
+    newest = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
+    tensors = load_file(newest / "state.safetensors")
+    del tensors["adamw.exp_avg.fc.weight"]
+    save_file(tensors, newest / "state.safetensors")
+    with pytest.raises(TrainingError, match=r"lacks adamw.exp_avg.fc.weight"):
+        trained(line, str(tmp_path / "run"))
+    (newest / "state.safetensors").write_bytes(b"cut off")
+    with pytest.raises(TrainingError, match="cannot be read"):
+        trained(line, str(tmp_path / "run"))
+
+
+def test_accumulation_does_not_change_the_steps(line, tmp_path):
+    curves = []
+    for name, tokens in (("one", 100_000), ("many", 40)):
+        trained(line, str(tmp_path / name), micro_batch_tokens=tokens)
+        curves.append(records(tmp_path / name))
+    for step, values in curves[0].items():
+        assert values == pytest.approx(curves[1][step], rel=1e-4), step
+
+
+def test_training_lowers_the_loss_and_a_finished_run_is_not_repeated(line, tmp_path):
+    first = trained(line, str(tmp_path / "run"), max_steps=40)
+    curve = records(tmp_path / "run")
+    assert curve[39][0] < 0.8 * curve[0][0]
+    assert first["heldout"]["rows"][0] > 0
+    before = (tmp_path / "run" / "draft.safetensors").stat().st_mtime_ns
+    assert trained(line, str(tmp_path / "run"), max_steps=40) == first
+    assert (tmp_path / "run" / "draft.safetensors").stat().st_mtime_ns == before
+
+
+def test_other_options_for_a_finished_folder_are_refused_by_name(line, tmp_path):
+    trained(line, str(tmp_path / "run"))
+    with pytest.raises(FingerprintMismatch, match=r"learning_rate: was 0.004, now 0.01"):
+        trained(line, str(tmp_path / "run"), learning_rate=0.01)
+
+
+def test_a_store_of_another_target_is_refused_by_what_differs(line, tmp_path):
+    other = save_target(tmp_path / "other", seed=5)
+    with pytest.raises(FingerprintMismatch, match="weights"):
+        trained(line, str(tmp_path / "run"), target=str(other))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_vocabulary_of_another_width_is_refused(line, tmp_path):
+    other = tmp_path / "wide"
+    save_target(other / "target", vocab_size=330)
+    shutil.copy(line / "rows.jsonl", tmp_path / "rows.jsonl")
+    paceline.prepare(
+        target=str(other / "target"), data=[str(tmp_path / "rows.jsonl")], out=str(other / "data")
+    )
+    paceline.align(data=str(other / "data"), out=str(other / "vocab"), draft_vocab_size=64)
+    with pytest.raises(FingerprintMismatch, match="logit width of 330"):
+        trained(line, str(tmp_path / "run"), vocab=str(other / "vocab"))
+
+
+def test_missing_options_are_named():
+    with pytest.raises(UsageError, match="`store`"):
+        paceline.train(out="x")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"draft": {"num_layers": 2}},
+        {"draft": {"aux_norm": "static"}},
+        {"draft": {"qk_norm": True, "norm_output": True}},
+        {"draft": {"init": "random", "intermediate_size": 20}},
+        {"ttt_warmup": 0.5},
+    ],
+    ids=str,
+)
+def test_every_shape_of_draft_trains(line, tmp_path, options):
+    result = trained(line, str(tmp_path / "run"), max_steps=3, **options)
+    assert result["steps"] == 3
