@@ -1,5 +1,6 @@
 """Extraction through transformers: every stored row against a plain forward, and refusals."""
 
+import importlib
 import json
 
 import numpy as np
@@ -15,7 +16,6 @@ from paceline.errors import (
     LayerError,
     ProbeFailure,
 )
-from paceline.extract import run as extract_run
 from paceline.extract.probe import relative_error
 from paceline.extract.transformers_engine import TransformersEngine, length_buckets
 from paceline.store import Store
@@ -25,6 +25,9 @@ from paceline.target.spec import Target, TargetReference
 from ..conftest import RealRun
 from ..lines import TINY_LAYERS, extracted, prepared
 from ..targets import save_target
+
+# `paceline.extract.run` is the stage's function; this is the module that holds it.
+extract_run = importlib.import_module("paceline.extract.run")
 
 
 def worst_errors(store: Store, model, num_layers: int) -> dict[int, torch.Tensor]:
@@ -152,9 +155,9 @@ class _Wrong(TransformersEngine):
 
     def __init__(self, options, target, dtype):
         super().__init__(options, target, dtype)
-        if self.fault == "other weights":
-            with torch.no_grad():
-                next(self.model.parameters()).mul_(-1.0)
+        if self.fault == "other rope theta":
+            # The engine stays true to itself: only the outside look can tell.
+            self.model.model.rotary_emb.inv_freq *= 0.5
 
     def capture(self, samples, plan, destination, on_tokens):
         shifts = {
@@ -182,7 +185,7 @@ class _Wrong(TransformersEngine):
         ("zero rows", "all-zero row"),
         ("not finite", "not finite"),
         ("shifted rows", "layer k = 4 differs|greedy token"),
-        ("other weights", "differs"),
+        ("other rope theta", "layer k = 1 differs"),
     ],
 )
 def test_the_probe_stops_an_engine_that_is_wrong(tmp_path, monkeypatch, fault, message):
