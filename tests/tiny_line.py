@@ -69,7 +69,7 @@ def write_recipe(folder: Path, target: Path | None = None, **changes: Any) -> Pa
     return path
 
 
-def program(*arguments: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def program(*arguments: str | Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """Run the installed program as a user does."""
     return subprocess.run(command(*arguments), **_streams(), timeout=timeout, check=False)
 

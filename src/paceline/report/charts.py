@@ -133,7 +133,7 @@ def coverage_figure(aligned: dict[str, Any]) -> Figure:
     x = Axis("size of the draft vocabulary", doublings[0] - 0.2, doublings[-1] + 0.2, ticks)
     lowest = min(p.y for p in (*points, *chosen.points))
     # Where everything is covered, the axis still has a range, and none above 100%.
-    y = linear_axis("covered", [min(lowest, 99.0), 100.0], lambda v: f"{v:g}%")
+    y = linear_axis("covered", [min(lowest, 96.0), 100.0], lambda v: f"{v:g}%")
     title = "Coverage of the supervised tokens"
     return Figure(title, line_figure(title, [Series("most frequent tokens", points), chosen], x, y))
 

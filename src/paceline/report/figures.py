@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from markupsafe import Markup, escape
 
 WIDTH, HEIGHT = 400, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 48, 12, 12, 44
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 12, 44
 _BAR_HEIGHT, _BAR_GAP = 22, 10
 NUM_STYLES = 6
 
