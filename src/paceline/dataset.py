@@ -109,8 +109,12 @@ def read_part(path: Path, batch_rows: int = 1024) -> Iterator[TokenSample]:
 
 def read_batches(path: Path, batch_rows: int = 1024) -> Iterator[pa.RecordBatch]:
     """Columns of one part, `batch_rows` samples at a time; DataError that names the file."""
+    file = _open(path)
+    missing = set(SCHEMA.names) - set(file.schema_arrow.names)
+    if missing:
+        raise DataError(f"{path} is no part of a token data set: it has no {sorted(missing)}")
     try:
-        yield from _open(path).iter_batches(batch_rows, columns=SCHEMA.names)
+        yield from file.iter_batches(batch_rows, columns=SCHEMA.names)
     except pa.ArrowException as error:
         raise DataError(f"{path} cannot be read as a token data set: {error}") from error
 

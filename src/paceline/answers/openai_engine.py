@@ -113,7 +113,7 @@ class OpenAIAnswers:
             prompt.key,
             None if ids is None else _with_end(ids, choice, sampling),
             choice["finish_reason"],
-            message=choice["message"],
+            message={k: v for k, v in choice["message"].items() if k in _MESSAGE_KEYS},
             prompt_ids=choice.get("prompt_token_ids") if ids is not None else None,
         )
         return await self._past_end(client, prompt, sampling, answer)
@@ -232,6 +232,8 @@ class OpenAIAnswers:
             trust_env=False,
         )
 
+
+_MESSAGE_KEYS = ("role", "content", "reasoning_content", "reasoning", "tool_calls")
 
 # "eos" and "stop_sequence" are older servers' names.
 _FINISH = {"eos": STOP, "eos_token": STOP, "stop_sequence": STOP, "max_tokens": LENGTH}

@@ -35,6 +35,7 @@ class _Work:
     plan: AnswerPlan
     messages: list[Message] = field(default_factory=list)
     answers: list[dict[str, Any]] = field(default_factory=list)
+    num_told: int = 0  # messages up to the last answer
     next_turn: int = 0
     stopped: str | None = None
 
@@ -45,10 +46,12 @@ class _Work:
     def advance(self) -> bool:
         """Take over given turns up to the next answer to be written; False: nothing left."""
         turns = self.plan.turns
-        while self.next_turn < len(turns) and turns[self.next_turn] is not None:
+        if self.stopped is not None or None not in turns[self.next_turn :]:
+            return False
+        while turns[self.next_turn] is not None:
             self.messages.append(turns[self.next_turn])
             self.next_turn += 1
-        return self.stopped is None and self.next_turn < len(turns)
+        return True
 
 
 class Answerer:
@@ -162,6 +165,7 @@ class Answerer:
             message = {"role": ASSISTANT, "content": text}
         work.messages.append(message)
         work.next_turn += 1
+        work.num_told = len(work.messages)
         work.answers.append(
             {
                 "prompt_ids": answer.prompt_ids or prompt.ids,
@@ -196,7 +200,7 @@ def _output_row(work: _Work) -> dict[str, Any]:
     row: dict[str, Any] = {
         "id": conversation.identity.id or conversation.content_hash[:16],
         "source": conversation.identity.source,
-        "messages": work.messages,
+        "messages": work.messages[: work.num_told],
         "finished": last != LENGTH,
         "finish_reason": last,
     }

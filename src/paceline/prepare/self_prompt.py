@@ -23,7 +23,7 @@ from paceline.target.spec import Target
 PROMPTS_FILE = "self_prompts.jsonl"
 SOURCE = "self_prompt"
 _JOURNAL_NAME = "self_prompt_journal.jsonl"
-_ROUND = 256
+_SMALLEST_ROUND, _LARGEST_ROUND = 8, 256
 # A target that gives fewer usable turns than one in so many is not one to ask.
 _MOST_TRIES_PER_PROMPT = 20
 _FEWEST_WORDS = 3
@@ -55,7 +55,7 @@ def write_self_prompts(
     )
     seen = SeenHashes()
     turns: list[str] = []
-    specials = set(target.tokenizer.all_special_ids)
+    specials = _special_ids(target)
     with (
         Journal(folder / _JOURNAL_NAME, 0) as journal,
         progress_bar("self-prompt", options.self_prompt, "turns") as bar,
@@ -107,9 +107,10 @@ def _rounds(
         known[answer.key] = answer.ids if answer.finish_reason == STOP else []
         journal.append({"key": answer.key, "ids": known[answer.key]})
 
-    num_rounds = -(-options.self_prompt * _MOST_TRIES_PER_PROMPT // _ROUND)
+    size = max(_SMALLEST_ROUND, min(_LARGEST_ROUND, options.self_prompt))
+    num_rounds = -(-options.self_prompt * _MOST_TRIES_PER_PROMPT // size)
     for number in range(num_rounds):
-        keys = [f"{number}.{i}" for i in range(_ROUND)]
+        keys = [f"{number}.{i}" for i in range(size)]
         missing = [
             Prompt(key, header, int(digest(f"{options.seed}/self/{key}".encode())[:12], 16))
             for key in keys
@@ -135,8 +136,13 @@ def _user_header(
             "is nothing to go on from"
         )
     after = tokenizer.encode([tail])[0].ids.tolist()[len(tokenizer.begin_ids) :]
-    special = [i for i in after if i in target.tokenizer.all_special_ids]
+    special = [i for i in after if i in _special_ids(target)]
     return tokenizer.encode([head])[0].ids.tolist(), (*target.end_of_turn_ids, *special[:1])
+
+
+def _special_ids(target: Target) -> set[int]:
+    added = target.tokenizer.added_tokens_decoder
+    return {token_id for token_id, token in added.items() if token.special}
 
 
 def _usable(
