@@ -15,7 +15,7 @@ test-engines: $(addprefix test-vllm-,$(VLLM_VERSIONS))
 test-engines-all: test-engines $(addprefix test-vllm-,$(VLLM_MORE_VERSIONS))
 
 test-vllm-%: .venv-vllm-%/ready
-	.venv-vllm-$*/bin/python -m pytest tests/engines
+	OMP_WAIT_POLICY=PASSIVE .venv-vllm-$*/bin/python -m pytest tests/engines
 
 # torch brings its own companions where its build needs some (CUDA libraries, on x86 without a CPU build).
 .venv-vllm-%/ready: tests/engines/requirements-%.txt

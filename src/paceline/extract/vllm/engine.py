@@ -4,10 +4,12 @@ Everything of vLLM's that is used here is public: `LLM`, its engine's `add_reque
 `abort_request` and `collective_rpc`.
 """
 
+import contextlib
 import logging
 import os
+import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,7 +46,8 @@ class VllmEngine:
         self._requests: set[str] = set()
         # vLLM's constructors raise whatever their parts raise.
         try:
-            self._llm = vllm.LLM(**settings.arguments)
+            with _stdout_to_stderr():
+                self._llm = vllm.LLM(**settings.arguments)
         except Exception as error:
             raise EngineError(
                 f"vLLM {vllm.__version__} could not load {settings.arguments['model']}: {error}"
@@ -188,3 +191,17 @@ class VllmEngine:
         known = {k: v for k, v in self.settings.items() if k not in own}
         in_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
         return {**known, "in_process": in_process, "torch": torch.__version__}
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """vLLM, its libraries and the processes that it starts print; stdout belongs to results."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -94,7 +94,8 @@ def context_length(options: ExtractOptions, target: Target) -> int | None:
 
 def set_environment(wanted: dict[str, str]) -> None:
     """Variables that vLLM reads at import; what the user has set stays."""
-    for name, value in {"VLLM_CPU_KVCACHE_SPACE": "2", **wanted}.items():
+    defaults = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+    for name, value in {**defaults, **wanted}.items():
         os.environ.setdefault(name, value)
 
 

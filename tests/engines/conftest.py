@@ -1,0 +1,38 @@
+"""Real vLLM in pytest's own process and in processes of its own; run by `make test-engines`."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    # The main environment has no vLLM: these tests belong to `make test-engines`.
+    collect_ignore_glob = ["test_*.py"]
+else:
+    from paceline.extract.vllm.engine import VllmEngine
+    from paceline.target.spec import Target, TargetReference
+    from tests.engines.common import SMOLLM2, Reference, settings_of
+
+    @pytest.fixture(scope="session")
+    def target() -> Target:
+        return Target(TargetReference(SMOLLM2))
+
+    @pytest.fixture(scope="session")
+    def reference(target: Target) -> Reference:
+        """transformers' own states."""
+        return Reference(target)
+
+    @pytest.fixture(scope="session", params=["one process", "several processes"])
+    def engine(
+        request: pytest.FixtureRequest, target: Target, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[VllmEngine]:
+        """SmolLM2 in float32, steps of 128 tokens, with an extension that can be made to fail."""
+        one = request.param == "one process"
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if one else "1"
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        scratch: Path = tmp_path_factory.mktemp("scratch")
+        engine = VllmEngine(settings_of(target, scratch), target.num_layers, "float32")
+        yield engine
+        engine.close()
