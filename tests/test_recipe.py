@@ -1,5 +1,6 @@
 """Recipes: YAML in, dotted overrides, every problem told at once."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,19 @@ def test_options_by_position():
 def test_a_verb_refuses_more_values_than_it_has_places(tmp_path):
     with pytest.raises(UsageError, match="takes 1 options without a name, 2 were given"):
         paceline.inspect(str(tmp_path), "x")
+
+
+def test_recipes_of_the_documentation_are_valid(tmp_path):
+    pages = [*sorted(ROOT.glob("docs/*.md")), *ROOT.glob("README.md")]
+    blocks = [
+        (page.name, block)
+        for page in pages
+        for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), flags=re.S)
+        if "run_dir:" in block
+    ]
+    assert "run.md" in {name for name, _ in blocks}
+    for _, block in blocks:
+        assert load_recipe(_write(tmp_path, block)).target
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("recipes/*.yaml")), ids=lambda p: p.name)

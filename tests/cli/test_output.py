@@ -11,7 +11,7 @@ from paceline.cli import evaluate, extract
 from paceline.cli.acceptance import show_acceptance
 from paceline.cli.inspect import show_sample, sparkline
 from tests.cli.consoles import text_console
-from tests.tiny_line import program
+from tests.tiny_line import program, start
 
 
 def _json(done):
@@ -50,6 +50,14 @@ def test_people_get_tables_and_the_page(tiny_run):
         assert words in done.stdout
     assert f"page: {tiny_run / 'report' / 'index.html'}" in done.stdout
     assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure(tiny_run):
+    """`paceline inspect ... | head -1`: exit code 0 and no complaint."""
+    process = start("inspect", tiny_run / "train")
+    process.stdout.close()
+    _, told = process.communicate(timeout=120)
+    assert (process.returncode, told) == (0, "")
 
 
 def test_version_and_help_need_no_command():

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+import paceline
 from paceline.artefact import load_manifest
 from paceline.dataset import TokenDataset
+from paceline.errors import DiskFullError
 from tests.tiny_line import program, start
 
 _DEADLINE_S = 120
@@ -100,6 +102,25 @@ def test_a_full_disk_is_said_and_loses_nothing(tiny_run, small_disk):
         for f in (out, tiny_run / "prepare")
     )
     assert first == again
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(tiny_run, small_disk):
+    """Two checkpoints of about 200 KiB do not fit beside the log; the run can go on from one."""
+    _fill(small_disk, left=320 << 10)
+    out = small_disk / "train"
+    with pytest.raises(DiskFullError, match=r"checkpoint cannot be written .* space"):
+        paceline.train(
+            store=str(tiny_run / "extract"),
+            vocab=str(tiny_run / "align"),
+            out=str(out),
+            dtype="float32",
+            max_steps=60,
+            batch_rows=64,
+            checkpoint_every=5,
+        )
+    (kept,) = (out / "checkpoints").glob("[0-9]*")
+    assert json.loads((kept / "state.json").read_text()) == {"next_step": 5}
+    assert load_manifest(out).status == "running"
 
 
 def test_a_store_that_cannot_fit_is_refused_before_it_starts(tiny_run, small_disk):

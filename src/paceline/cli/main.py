@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import logging
+import os
 import signal
 import sys
 import traceback
@@ -74,9 +75,13 @@ def _main(arguments: list[str]) -> int:
     set_up_logging()
     with Output(request.as_json) as output, _terminated_by_exception():
         result, code = _execute(request)
-        if "error" not in result and not request.as_json:
-            request.command.show(result, output.console)
-        output.finish(result)
+        try:
+            if "error" not in result and not request.as_json:
+                request.command.show(result, output.console)
+            output.finish(result)
+        except BrokenPipeError:
+            # The reader, such as `head`, has seen enough; Python must not complain when it ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
 

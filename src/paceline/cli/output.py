@@ -16,6 +16,12 @@ from rich.table import Table
 _WIDTH_WITHOUT_TERMINAL = 110
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Rich would end the process; the program decides the exit code itself."""
+        raise BrokenPipeError
+
+
 class Output:
     """Owns stdout while a command works.
 
@@ -27,7 +33,7 @@ class Output:
         self._as_json = as_json
         self._saved: int | None = None
         width = None if sys.stdout.isatty() else _WIDTH_WITHOUT_TERMINAL
-        self.console = Console(width=width, highlight=False)
+        self.console = _Console(width=width, highlight=False)
 
     def __enter__(self) -> Self:
         if self._as_json:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from paceline.artefact import fsync_folder, write_json
-from paceline.errors import TrainingError
+from paceline.errors import DiskFullError, TrainingError
 from paceline.train.optimiser import MasterAdamW
 
 FOLDER = "checkpoints"
@@ -23,14 +23,24 @@ _KEPT = 2
 
 
 def save_checkpoint(run_folder: Path, next_step: int, optimiser: MasterAdamW) -> None:
-    """Write the state from which optimiser step `next_step` goes on; older ones but one go."""
+    """Write the state from which optimiser step `next_step` goes on; older ones but one go.
+
+    Raises DiskFullError; the checkpoints before are kept.
+    """
     folder = run_folder / FOLDER / f"{next_step:08d}"
     aside = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     tensors = {n: t.cpu().contiguous() for n, t in optimiser.state_tensors().items()}
     tensors["torch_rng_state"] = torch.get_rng_state()
-    save_file(tensors, aside / _STATE)
+    try:
+        save_file(tensors, aside / _STATE)
+    except SafetensorError as error:
+        # safetensors tells what the file system refused in words alone.
+        raise DiskFullError(
+            f"{aside}: the checkpoint cannot be written ({error}). Earlier ones are kept: make "
+            "room and run the same command again."
+        ) from error
     with (aside / _STATE).open("rb+") as file:
         os.fsync(file.fileno())
     write_json(aside / _STEP, {"next_step": next_step})
