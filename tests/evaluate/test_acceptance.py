@@ -106,3 +106,19 @@ def test_the_interval_covers_the_true_ratio_and_repeats():
 def test_no_verify_step_is_undefined_not_zero():
     pooled = pool([Counts.zero(3)], 100, 0)
     assert pooled["acceptance_length"] is None and pooled["interval"] is None
+
+
+def test_intervals_of_positions_are_those_of_the_same_resamples():
+    """Against the loop: draw conversations, add up their counts, divide, take percentiles."""
+    counts = [counts_of(steps, 3) for steps in ([3, 0, 1], [2, 2, 0, 0], [1], [0, 3, 3, 1, 0])]
+    pooled = pool(counts, bootstrap=300, seed=4)
+    drawn = np.random.default_rng(4).integers(0, 4, (300, 4))
+    lengths, positions = [], []
+    for draw in drawn:
+        chosen = [counts[i] for i in draw]
+        steps = sum(c.verify_steps for c in chosen)
+        lengths.append(1 + sum(c.accepted for c in chosen) / steps)
+        positions.append([sum(int(c.per_position[p]) for c in chosen) / steps for p in range(3)])
+    assert pooled["interval"] == pytest.approx(np.percentile(lengths, [2.5, 97.5]).tolist())
+    expected = np.percentile(np.array(positions), [2.5, 97.5], axis=0).T
+    assert np.array(pooled["per_position_intervals"]) == pytest.approx(expected)
