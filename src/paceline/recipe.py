@@ -254,6 +254,15 @@ class TrainOptions(StageOptions, TargetOptions):
     store: str = opt("", "Folder that `extract` wrote.", identity=False)
     vocab: str = opt("", "Folder that `align` wrote.", identity=False)
     draft: DraftOptions = Field(default_factory=DraftOptions, description="Shape of the draft.")
+    start_from: str = opt(
+        "",
+        "Draft to train further: a folder of `train`, or a server's checkpoint made elsewhere. Its "
+        "shape and its vocabulary are kept; `draft` and `vocab` are not read then.",
+        identity=False,
+    )
+    start_form: Literal["vllm", "speculators", "sglang"] | None = opt(
+        None, "Which server's form such a checkpoint is in; None: as its config says."
+    )
     ttt_steps: int = opt(3, "Training-time-test steps.", ge=1)
     ttt_warmup: float = opt(
         0.0, "Share of the run trained with one TTT step only, before all of them.", ge=0, le=1

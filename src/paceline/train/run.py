@@ -16,6 +16,7 @@ from paceline.draft.checkpoint import WEIGHTS_FILE, save_draft
 from paceline.draft.config import draft_config
 from paceline.draft.model import Draft
 from paceline.errors import FingerprintMismatch, TrainingError, UsageError
+from paceline.forms.source import open_draft
 from paceline.progress import progress_bar
 from paceline.recipe import TrainOptions
 from paceline.store import Store
@@ -25,7 +26,7 @@ from paceline.train.batches import StepPlan
 from paceline.train.checkpoint import load_checkpoint, save_checkpoint
 from paceline.train.loop import Trainer, append_record, figures
 from paceline.train.optimiser import MasterAdamW
-from paceline.train.start import new_draft
+from paceline.train.start import earlier_draft, new_draft
 from paceline.vocab import DraftVocabulary, load_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -40,27 +41,40 @@ def run(options: TrainOptions) -> dict[str, Any]:
     Raises FingerprintMismatch for inputs of different targets, TrainingError for data without
     supervised rows or a loss that is not finite.
     """
-    if not (options.store and options.vocab and options.out):
-        raise UsageError("train: pass `store` (of `extract`), `vocab` (of `align`) and `out`")
+    if not (options.store and options.out and (options.vocab or options.start_from)):
+        raise UsageError(
+            "train: pass `store` (of `extract`), `vocab` (of `align`; or `start_from`, a draft) "
+            "and `out`"
+        )
     store = Store(options.store)
-    vocab_manifest = load_finished(options.vocab, "align")
-    vocabulary = load_vocabulary(options.vocab)
     target = open_target(options, store.manifest.result["target"])
     check_store_target(store, target)
-    if len(vocabulary.t2d) != target.vocab_size:
-        raise FingerprintMismatch(
-            f"{options.vocab} is for a logit width of {len(vocabulary.t2d)}, the target has "
-            f"{target.vocab_size}: run `paceline align` on this target's data"
-        )
     inputs = {
         "store": describe_input(options.store, store.manifest),
-        "vocab": describe_input(options.vocab, vocab_manifest),
         "target": target.describe_input(),
     }
+    if options.start_from:
+        source = open_draft(options.start_from, options.start_form)
+        earlier = earlier_draft(source, target, store)
+        vocabulary = DraftVocabulary(earlier.d2t.numpy(), earlier.t2d.numpy())
+        inputs["start_from"] = source.describe_input()
+    else:
+        earlier, vocabulary = None, _vocabulary(options.vocab, target)
+        inputs["vocab"] = describe_input(options.vocab, load_finished(options.vocab, "align"))
     with open_stage(options.out, "train", inputs, options.identity(), options.overwrite) as stage:
         if stage.done:
             return stage.result
-        return _train(options, stage, store, vocabulary, target)
+        return _train(options, stage, store, vocabulary, target, earlier)
+
+
+def _vocabulary(folder: str, target: Target) -> DraftVocabulary:
+    vocabulary = load_vocabulary(folder)
+    if len(vocabulary.t2d) != target.vocab_size:
+        raise FingerprintMismatch(
+            f"{folder} is for a logit width of {len(vocabulary.t2d)}, the target has "
+            f"{target.vocab_size}: run `paceline align` on this target's data"
+        )
+    return vocabulary
 
 
 def check_store_target(store: Store, target: Target) -> None:
@@ -80,11 +94,22 @@ def _train(
     store: Store,
     vocabulary: DraftVocabulary,
     target: Target,
+    earlier: Draft | None,
 ) -> dict[str, Any]:
     torch.manual_seed(options.seed)
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, device, target.native_dtype())
-    trainer = _build(options, store, vocabulary, target, device, dtype)
+    plan = StepPlan(
+        samples=_train_samples(store),
+        num_rows=store.records.num_supervised,
+        num_tokens=store.records.num_aux_rows,
+        batch_rows=options.batch_rows,
+        seed=options.seed,
+    )
+    draft = earlier
+    if draft is None:
+        draft = _new_draft(options, store, plan, vocabulary, target)
+    trainer = _build(options, store, plan, draft.to(device), vocabulary, target, dtype)
     start = load_checkpoint(stage.path, trainer.optimiser)
     logger.info(
         "train: %d optimiser steps of %d rows (from step %d), %s on %s, %.1f M trained weights",
@@ -112,32 +137,36 @@ def _train(
     return stage.finish(result, content=fingerprint.of_file(stage.path / WEIGHTS_FILE))
 
 
-def _build(
+def _new_draft(
     options: TrainOptions,
     store: Store,
+    plan: StepPlan,
     vocabulary: DraftVocabulary,
     target: Target,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Trainer:
-    plan = StepPlan(
-        samples=_train_samples(store),
-        num_rows=store.records.num_supervised,
-        num_tokens=store.records.num_aux_rows,
-        batch_rows=options.batch_rows,
-        seed=options.seed,
-    )
+) -> Draft:
     config = draft_config(
         options.draft, target.text_config, store.spec.layers.aux, len(vocabulary.d2t)
     )
-    draft = new_draft(
+    return new_draft(
         config,
         vocabulary,
         target,
         aux_rms(store, plan.samples),
         options.seed,
         from_target=options.draft.init == "target",
-    ).to(device)
+    )
+
+
+def _build(
+    options: TrainOptions,
+    store: Store,
+    plan: StepPlan,
+    draft: Draft,
+    vocabulary: DraftVocabulary,
+    target: Target,
+    dtype: torch.dtype,
+) -> Trainer:
+    device = draft.fc.weight.device
     for module in draft.children():
         module.to(dtype)
     return Trainer(

@@ -11,6 +11,9 @@ from torch import nn
 
 from paceline.draft.config import DraftConfig
 from paceline.draft.model import Draft, DraftLayer
+from paceline.errors import FingerprintMismatch
+from paceline.forms.source import DraftSource
+from paceline.store import Store
 from paceline.target.model import TeacherHead, load_embedding
 from paceline.target.spec import Target
 from paceline.vocab import DraftVocabulary
@@ -32,6 +35,19 @@ _LAYER_TWINS = (
     "mlp.down_proj.weight",
     "post_attention_layernorm.weight",
 )
+
+
+def earlier_draft(source: DraftSource, target: Target, store: Store) -> Draft:
+    """A draft to train further, in float32. Raises FingerprintMismatch where it reads other layers
+    than the store holds, or was trained on another target."""
+    source.check_target(target)
+    draft = source.load(target, torch.float32)
+    if draft.config.aux_layers != store.spec.layers.aux:
+        raise FingerprintMismatch(
+            f"{source.folder} reads the layers {list(draft.config.aux_layers)}, {store.folder} "
+            f"holds {list(store.spec.layers.aux)}: extract those that the draft reads"
+        )
+    return draft
 
 
 def new_draft(
