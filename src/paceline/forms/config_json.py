@@ -74,7 +74,7 @@ def write_config(
         "dtype": serving.dtype,
         "torch_dtype": serving.dtype,
         **draft,
-        # vLLM up to 0.26 copies not all flags from the top level, but everything that is in here.
+        # vLLM 0.22 to 0.24 copies not all flags from the top level, but everything in here.
         LAYER_CONFIG: {**layer, **_flags(config)},
         "speculators_config": {
             "algorithm": "eagle3",
