@@ -93,6 +93,11 @@ class PrepareOptions(StageOptions, TargetOptions):
     system_prompt: str | None = opt(
         None, "System message of conversations that have none; recorded."
     )
+    begin_token: Literal["once", "template"] = opt(
+        "once",
+        "`once`: the tokenizer's begin token stands in front also where the template prints none; "
+        "`template`: exactly what the template prints, as vLLM's chat API has it.",
+    )
     max_length: int = opt(4096, "Longest sample in tokens; longer ones are cut.", ge=4)
     heldout_share: Share = opt(0.05, "Share of the conversations kept for evaluation, by hash.")
     split: Literal["auto", "train", "heldout"] = opt(
@@ -151,6 +156,11 @@ class GenerateOptions(StageOptions, TargetOptions):
     chat_template_kwargs: dict[str, Any] = opt({}, "Variables for the chat template; recorded.")
     system_prompt: str | None = opt(
         None, "System message of conversations that have none; recorded."
+    )
+    begin_token: Literal["once", "template"] = opt(
+        "once",
+        "`once`: the tokenizer's begin token stands in front also where the template prints none; "
+        "`template`: exactly what the template prints, as vLLM's chat API has it.",
     )
     limit: int | None = opt(None, "Use only the first N rows of the data.", ge=1)
     dtype: Dtype = opt("auto", "Dtype of the target's weights while generating.")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tests.prepare.families import FAMILIES, Family
@@ -146,3 +147,21 @@ def test_content_parts_reasoning_and_aliases_are_one_conversation() -> None:
     assert sample.input_ids.tolist() == masking.one_step(plain)
     assert masking.decoded_runs(sample) == ["ab<|im_end|>"]
     assert np.count_nonzero(sample.loss_mask) == 3
+
+
+class OwnRender(PreTrainedTokenizerFast):
+    """As some targets' tokenizers do: the template gets a variable that nobody else gives it."""
+
+    def apply_chat_template(self, conversation: list, **settings: object) -> str:
+        return super().apply_chat_template(conversation, mood="glad", **settings)
+
+
+def test_a_tokenizers_own_rendering_counts() -> None:
+    plain = toy_tokenizer("{{ mood }}" + CHATML_PROMPT)
+    tokenizer = OwnRender(tokenizer_object=plain.backend_tokenizer, eos_token="<|im_end|>")
+    tokenizer.chat_template = plain.chat_template
+    masking = Masking(tokenizer, ["<|im_end|>"])
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    [sample] = masking.samples(messages)
+    assert tokenizer.decode(sample.input_ids.tolist()).startswith("glad<|im_start|>user")
+    assert masking.decoded_runs(sample) == ["a<|im_end|>"]

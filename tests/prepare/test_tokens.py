@@ -149,3 +149,12 @@ def test_settings_saved_with_a_tokenizer_neither_cut_nor_pad() -> None:
     saved.backend_tokenizer.enable_padding(length=50)
     [encoded] = TextTokenizer(saved).encode(["abcdefgh"])
     assert len(encoded.ids) == 8
+
+
+def test_begin_tokens_can_be_left_to_the_template() -> None:
+    tokenizer = toy_tokenizer(None, adds_bos=True)
+    for add_begin, count in ((True, 1), (False, 0)):
+        [encoded] = TextTokenizer(tokenizer, add_begin).encode(["abc"])
+        assert encoded.ids.tolist().count(tokenizer.bos_token_id) == count
+    [encoded] = TextTokenizer(tokenizer, True).encode(["<bos>abc"])
+    assert encoded.ids.tolist().count(tokenizer.bos_token_id) == 1

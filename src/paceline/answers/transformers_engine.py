@@ -42,6 +42,7 @@ class TransformersAnswers:
         # Logits of a whole prompt are [B, T, V]; where the model can, only the last are made.
         parameters = inspect.signature(model.forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self._takes_positions = "position_ids" in parameters
 
     def answer(
         self,
@@ -69,7 +70,7 @@ class TransformersAnswers:
             out = self.model(
                 input_ids=ids_BT,
                 attention_mask=mask_BT,
-                position_ids=positions_BT,
+                **({"position_ids": positions_BT} if self._takes_positions else {}),
                 past_key_values=cache,
                 use_cache=True,
                 **self._last_only,

@@ -22,6 +22,7 @@ from paceline.target.spec import Target
 # A part is answered a turn at a time: enough rows to keep a large server busy to the end.
 PART_ROWS = 512
 JOURNAL_NAME = "journal.jsonl"
+_TEXTS_AT_A_TIME = 32
 # So many refusals, and nothing but refusals, are the server's fault and not the prompts'.
 _HOPELESS_REFUSALS = 8
 
@@ -63,7 +64,7 @@ class Answerer:
         self.options = options
         self.folder = folder
         self.template = template
-        self.tokenizer = TextTokenizer(target.tokenizer)
+        self.tokenizer = TextTokenizer(target.tokenizer, options.begin_token == "once")
         self.sampling = Sampling(
             max_new_tokens=options.max_new_tokens,
             end_ids=target.end_of_turn_ids,
@@ -133,10 +134,10 @@ class Answerer:
             except RowError as error:
                 work.stopped = str(error)
         prompts = {}
-        for work, encoded in zip(ready, self.tokenizer.encode(texts), strict=True):
-            if len(encoded.ids) > self.longest_prompt:
+        for work, ids in zip(ready, self._encode(texts), strict=True):
+            if len(ids) > self.longest_prompt:
                 work.stopped = (
-                    f"the prompt has {len(encoded.ids)} tokens; the target's context leaves room "
+                    f"the prompt has {len(ids)} tokens; the target's context leaves room "
                     f"for {max(self.longest_prompt, 0)}"
                 )
                 continue
@@ -144,12 +145,18 @@ class Answerer:
             name = f"{self.options.seed}/{conversation.content_hash}/{work.next_turn}"
             prompts[work.key] = Prompt(
                 key=work.key,
-                ids=encoded.ids.tolist(),
+                ids=ids,
                 seed=int(digest(name.encode())[:12], 16),
                 messages=self.template.as_sent(work.messages),
                 tools=conversation.tools,
             )
         return prompts
+
+    def _encode(self, texts: list[str]) -> Iterator[list[int]]:
+        # A few at a time: the tokenizer's own records are many times as large as the ids.
+        for start in range(0, len(texts), _TEXTS_AT_A_TIME):
+            group = self.tokenizer.encode(texts[start : start + _TEXTS_AT_A_TIME])
+            yield from (encoded.ids.tolist() for encoded in group)
 
     def _take(self, work: _Work, prompt: Prompt, answer: Answer) -> None:
         """Put an answer into its conversation."""

@@ -123,7 +123,9 @@ class Converter:
     def masker(self) -> Masker:
         if self._masker is None:
             threads = self.options.num_workers or os.cpu_count() or 1
-            self._masker = Masker(TextTokenizer(self.target.tokenizer), threads)
+            add_begin = self.options.begin_token == "once"
+            tokenizer = TextTokenizer(self.target.tokenizer, add_begin)
+            self._masker = Masker(tokenizer, threads)
         return self._masker
 
     def template_end_ids(self) -> list[int]:

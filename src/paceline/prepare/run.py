@@ -100,6 +100,7 @@ def _agree(options: PrepareOptions, path: Path, inputs: dict[str, Any]) -> Prepa
             f"data: the answers in {path} were written with other settings than prepare's:\n  "
             + "\n  ".join(lines)
         )
+    shaping["begin_token"] = manifest.options["begin_token"]
     return options.model_copy(update=shaping)
 
 

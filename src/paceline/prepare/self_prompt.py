@@ -45,7 +45,7 @@ def write_self_prompts(
     path = folder / PROMPTS_FILE
     if path.exists():
         return path
-    tokenizer = TextTokenizer(target.tokenizer)
+    tokenizer = TextTokenizer(target.tokenizer, options.begin_token == "once")
     header, end_ids = _user_header(target, template, tokenizer)
     sampling = Sampling(
         max_new_tokens=options.self_prompt_max_tokens,

@@ -76,6 +76,9 @@ class ChatTemplate:
         self.system_prompt = system_prompt
         self.has_markers = bool(_MARKERS.search(text))
         self._variables = {**tokenizer.special_tokens_map, **variables}
+        # Some targets' own tokenizers (Kimi's) render otherwise than transformers does.
+        own = type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
+        self._own_render = tokenizer.apply_chat_template if own else None
         self.form = MessageForm()
         self.form = self._learn_form()
 
@@ -95,14 +98,17 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Tools, generation_prompt: bool, markers: bool
     ) -> tuple[str, list[tuple[int, int]]]:
         shaped = [self._shape(message) for message in self._with_system(messages)]
+        settings = {
+            "tools": tools or self.default_tools,
+            "chat_template": self.text,
+            "add_generation_prompt": generation_prompt,
+            **self._variables,
+        }
         try:
+            if self._own_render is not None and not markers:
+                return self._own_render(shaped, tokenize=False, **settings), []
             texts, spans = render_jinja_template(
-                [shaped],
-                tools=tools or self.default_tools,
-                chat_template=self.text,
-                return_assistant_tokens_mask=markers,
-                add_generation_prompt=generation_prompt,
-                **self._variables,
+                [shaped], return_assistant_tokens_mask=markers, **settings
             )
         except TemplateSyntaxError as error:
             raise TargetError(

@@ -26,17 +26,18 @@ class TextTokenizer:
     """The target's tokenizer over whole texts; special tokens in the text are recognised.
 
     begin_ids: what the tokenizer itself puts in front of a text (a begin token, mostly); a
-    template that prints it already gets no second one, one that does not gets it once.
+    template that prints it already gets no second one, one that does not gets it once. Empty with
+    `add_begin` false: then a text begins as it begins.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, add_begin: bool = True) -> None:
         self.tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
         if self._backend is not None:
             # Settings of whoever saved the tokenizer; they would cut or pad in silence.
             self._backend.no_truncation()
             self._backend.no_padding()
-        self.begin_ids = self._learn_begin()
+        self.begin_ids = self._learn_begin() if add_begin else []
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         """Token ids of texts, as a one-step tokenising render of the same text gives them."""
