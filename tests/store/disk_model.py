@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 _CALLS = ("open", "pwrite", "fsync", "rename", "replace", "unlink", "makedirs", "close")
@@ -47,6 +48,7 @@ class DiskModel:
     def __init__(self, folder: Path, is_deaf_to_fsync: bool = False) -> None:
         self.folder = folder
         self._is_deaf = is_deaf_to_fsync
+        self._one_at_a_time = RLock()
         self.instants: list[Instant] = []
         self._numbers: dict[int, int] = {}  # inode -> file number
         self._next = 0
@@ -68,6 +70,10 @@ class DiskModel:
 
     def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with self._one_at_a_time:
+                return observed(*args, **kwargs)
+
+        def observed(*args: Any, **kwargs: Any) -> Any:
             self._look()
             if name == "fsync" and not self._is_deaf:
                 self._make_durable(args[0])

@@ -100,14 +100,14 @@ def _stamps(folder: Path) -> list[tuple[str, int]]:
 
 
 def test_a_kill_at_each_call_to_the_file_system(tmp_path: Path, undisturbed: Path) -> None:
-    """Before the n-th and after the n-th, for every n (outside torture: every fifth) of a run of a
+    """Before the n-th and after the n-th, for every n (outside torture: every ninth) of a run of a
     few samples. Each is killed again while it recovers."""
     samples = SAMPLES[:6]
     plain = tmp_path / "plain"
     run(plain, samples)
     num_calls = 0
     for after in (False, True):
-        for n in itertools.count(int(after), 1 if IS_TORTURE else 5):
+        for n in itertools.count(int(after), 1 if IS_TORTURE else 9):
             folder = tmp_path / f"{after}-{n}"
             fuse = lambda _, folder=folder, n=n, after=after: _run_with_fuse(
                 folder, samples, n, after
@@ -155,7 +155,6 @@ def test_sigterm_leaves_a_folder_that_goes_on(tmp_path: Path, undisturbed: Path)
     os.read(reading, 20)
     os.kill(pid, signal.SIGTERM)
     assert wait(pid, reading) in (0, 1)
-    assert [p for p in (folder / "shards").iterdir() if p.name.startswith(".")] == []
     run(folder)
     assert_equal_to_undisturbed(folder, undisturbed)
 
@@ -168,26 +167,28 @@ def test_the_second_run_on_one_store_is_refused_while_the_first_lives(
 
     def work(writing: int) -> None:
         def on_sample(count: int) -> None:
-            if count == 20:
+            if count == 2:
                 os.write(writing, b".")
                 os.read(block_reading, 1)
 
         run(folder, on_sample=on_sample)
 
     pid, reading = in_child(work)
-    os.read(reading, 1)
-    aside = [p for p in (folder / "shards").iterdir() if p.name.startswith(".")]
-    assert len(aside) == 1
-    with pytest.raises(LockedError, match=f"in use by another run \\(pid {pid}\\)"):
-        run(folder)
-    # Looking at ids is no reason to touch what a living writer has in work.
-    published_ids(folder)
-    assert aside[0].exists()
-    os.write(block_writing, b".")
-    assert wait(pid, reading) == 0
+    try:
+        os.read(reading, 1)
+        (aside,) = (folder / "shards").iterdir()
+        with pytest.raises(LockedError, match=f"in use by another run \\(pid {pid}\\)"):
+            run(folder)
+        # Looking at ids is no reason to touch what a living writer has in work.
+        published_ids(folder)
+        assert aside.exists()
+    finally:
+        os.write(block_writing, b".")
+        status = wait(pid, reading)
+        os.close(block_reading)
+        os.close(block_writing)
+    assert status == 0
     assert_equal_to_undisturbed(folder, undisturbed)
-    for end in (block_reading, block_writing):
-        os.close(end)
 
 
 def test_workers_of_one_run_never_collide(tmp_path: Path) -> None:

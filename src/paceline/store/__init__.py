@@ -1,11 +1,14 @@
 """The store of hidden states: shards that appear whole or not at all, and what reads them."""
 
+from paceline.store.batches import PackedReader, PackedSamples
 from paceline.store.packing import iterate_packed
 from paceline.store.reader import Store, StoredSample, content_fingerprint, published_ids
 from paceline.store.spec import StoreSpec
 from paceline.store.writer import ShardWriter
 
 __all__ = [
+    "PackedReader",
+    "PackedSamples",
     "ShardWriter",
     "Store",
     "StoreSpec",

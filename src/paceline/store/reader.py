@@ -55,7 +55,7 @@ class Store:
         self._shards: OrderedDict[int, Shard] = OrderedDict()
         self._lock = Lock()
         self.spec = self._find_spec(index)
-        self._codec = codec_of(self.spec)
+        self.codec = codec_of(self.spec)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -67,17 +67,37 @@ class Store:
     def read(self, index: int) -> StoredSample:
         """One sample by its index in `records`."""
         record = self.records[index]
-        shard = self._shard(record.shard)
-        (token, aux, last), (token_end, aux_end, last_end) = shard.offsets[
-            record.position : record.position + 2
-        ].tolist()
+        shard = self.shard(record.shard)
+        start, stop = shard.offsets[record.position : record.position + 2, 0].tolist()
         return StoredSample(
             record=record,
-            input_ids=shard.rows("input_ids", token, token_end),
-            loss_mask=shard.rows("loss_mask", token, token_end),
-            aux=self._states(shard, "aux", record.position, aux, aux_end),
-            last=self._states(shard, "last", record.position, last, last_end),
+            input_ids=shard.rows("input_ids", start, stop),
+            loss_mask=shard.rows("loss_mask", start, stop),
+            aux=self.read_states(record, "aux"),
+            last=self.read_states(record, "last"),
         )
+
+    def read_states(
+        self, record: SampleRecord, kind: str, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """One sample's states, `aux` or `last`, decoded (into `out` where it is given)."""
+        shard, shape = self.shard(record.shard), self.row_shape(kind)
+        column = 1 if kind == "aux" else 2
+        start, stop = shard.offsets[record.position : record.position + 2, column].tolist()
+        parts = []
+        for part in self.codec.parts(shape):
+            name = kind + part.suffix
+            if part.row_shape is None:
+                ends = shard.tensor(f"{name}.offsets")[record.position : record.position + 2]
+                parts.append(shard.rows(name, *ends.tolist()))
+            else:
+                parts.append(shard.rows(name, start, stop))
+        return self.codec.decode(parts, (stop - start, *shape), out)
+
+    def row_shape(self, kind: str) -> tuple[int, ...]:
+        """Shape of one row of `aux` (A, D) or `last` (D,)."""
+        width = (self.spec.hidden_size,)
+        return (self.spec.num_aux, *width) if kind == "aux" else width
 
     def verify(self) -> int:
         """Compare everything with its checksums. Returns the number of bytes checked.
@@ -86,23 +106,8 @@ class Store:
         """
         return sum(shard.verify() for shard in _all_shards(self.folder))
 
-    def _states(
-        self, shard: Shard, kind: str, position: int, start: int, stop: int
-    ) -> torch.Tensor:
-        shape = (self.spec.hidden_size,)
-        if kind == "aux":
-            shape = (self.spec.num_aux, *shape)
-        parts = []
-        for part in self._codec.parts(shape):
-            name = kind + part.suffix
-            if part.row_shape is None:
-                ends = shard.tensor(f"{name}.offsets")[position : position + 2].tolist()
-                parts.append(shard.rows(name, *ends))
-            else:
-                parts.append(shard.rows(name, start, stop))
-        return self._codec.decode(parts, (stop - start, *shape))
-
-    def _shard(self, number: int) -> Shard:
+    def shard(self, number: int) -> Shard:
+        """A published shard, opened once."""
         with self._lock:
             if number in self._shards:
                 self._shards.move_to_end(number)

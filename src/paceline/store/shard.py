@@ -5,9 +5,11 @@ D target hidden width.
 """
 
 import json
+import math
 import mmap
 import os
 import struct
+import weakref
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -110,7 +112,8 @@ def _compact(value: Any) -> str:
 
 
 class MappedTensors:
-    """A memory-mapped safetensors file with paceline's checksums. Tensors are views, not copies.
+    """A safetensors file with paceline's checksums: tensors as views of a memory mapping, or read
+    into memory that the caller has.
 
     The mapping is private: what a caller writes into a view never reaches the file. Raises
     StoreCorruption, which names the file, where the header is not what was written.
@@ -118,19 +121,23 @@ class MappedTensors:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with path.open("rb") as file:
-            self.total_bytes = os.fstat(file.fileno()).st_size
-            if self.total_bytes < _LENGTH.size:
-                raise StoreCorruption(f"{path} is cut: {self.total_bytes} bytes")
-            flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-            self._map = mmap.mmap(
-                file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE
-            )
-        self.header_bytes = _LENGTH.unpack_from(self._map)[0] + _LENGTH.size
+        self._descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+        self.total_bytes = os.fstat(self._descriptor).st_size
+        start = os.pread(self._descriptor, _LENGTH.size, 0)
+        if len(start) < _LENGTH.size:
+            raise StoreCorruption(f"{path} is cut: {self.total_bytes} bytes")
+        self.header_bytes = _LENGTH.unpack(start)[0] + _LENGTH.size
         if self.header_bytes > min(self.total_bytes, _MAX_HEADER_BYTES):
             raise StoreCorruption(f"{path}: the header's length is damaged, or the file is cut")
-        self._header = bytes(self._map[: self.header_bytes])
+        self._header = os.pread(self._descriptor, self.header_bytes, 0)
         self._parse()
+
+    @cached_property
+    def _map(self) -> mmap.mmap:
+        # Without MAP_NORESERVE the kernel would set memory aside for writes that nobody makes.
+        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+        return mmap.mmap(self._descriptor, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
     def _parse(self) -> None:
         try:
@@ -166,16 +173,33 @@ class MappedTensors:
         """Rows [start, stop) of a tensor as a view of the file."""
         return self._view(self.entries[name], start, stop)
 
+    def read_rows(self, name: str, start: int, stop: int, out: torch.Tensor) -> None:
+        """Rows [start, stop) into `out`, contiguous, on the CPU, of their shape and dtype.
+
+        One copy out of the page cache: about twice as fast as touching a mapping for the first
+        time, since no page of it must be set up.
+        """
+        view = bytes_of(out)
+        offset = self._offset(self.entries[name], start)
+        while view:
+            done = os.preadv(self._descriptor, [view], offset)
+            if not done:
+                raise StoreCorruption(f"{self.path} was cut while it was open")
+            view, offset = view[done:], offset + done
+
     def _view(self, entry: TensorEntry, start: int, stop: int) -> torch.Tensor:
         shape = (stop - start, *entry.shape[1:])
-        row_elements = int(np.prod(entry.shape[1:], dtype=np.int64))
-        if stop == start or row_elements == 0:
+        count = math.prod(shape)
+        if not count:
             return torch.empty(shape, dtype=entry.dtype)
-        offset = self.header_bytes + entry.start + start * row_elements * entry.dtype.itemsize
-        flat = torch.frombuffer(
-            self._map, dtype=entry.dtype, count=(stop - start) * row_elements, offset=offset
+        offset = self._offset(entry, start)
+        return torch.frombuffer(self._map, dtype=entry.dtype, count=count, offset=offset).view(
+            shape
         )
-        return flat.view(shape)
+
+    def _offset(self, entry: TensorEntry, row: int) -> int:
+        row_bytes = math.prod(entry.shape[1:]) * entry.dtype.itemsize
+        return self.header_bytes + entry.start + row * row_bytes
 
     def verify(self) -> int:
         """Compare every tensor with its checksum; StoreCorruption names file and tensor.

@@ -4,6 +4,7 @@ about a quarter of the bytes at most, are kept in memory until the shard is clos
 
 import json
 import logging
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -32,7 +33,11 @@ class ShardWriter:
 
     One writer belongs to one worker; several may write into one folder at a time. Nothing is
     visible before its shard is whole. As a context manager: closed (the last shard published) on
-    success, discarded on an exception.
+    success; on an exception, the shard that is not full is given up.
+
+    A full shard is flushed and published in a thread, while the next one is filled: an engine must
+    not wait for a disk. What fails there is raised by the next `add` that fills a shard, or by
+    `close`.
     """
 
     def __init__(self, folder: str | Path, spec: StoreSpec, worker: int = 0) -> None:
@@ -43,6 +48,8 @@ class ShardWriter:
         self._codec = codec_of(spec)
         self._seen: set[str] = set()
         self._shard: _ShardInWork | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-publish")
+        self._publishing: Future[None] | None = None
         self._refuse_other_store()
 
     def add(self, sample: TokenSample, aux: torch.Tensor, last: torch.Tensor) -> None:
@@ -72,15 +79,21 @@ class ShardWriter:
         self.num_samples += 1
 
     def close(self) -> None:
-        """Publish the last shard."""
-        if self._shard:
-            self._publish()
+        """Publish the last shard and wait until all are published. The writer can go on."""
+        try:
+            if self._shard:
+                self._publish()
+            self._wait()
+        except BaseException:
+            self.discard()
+            raise
 
     def discard(self) -> None:
-        """Give up the shard in work; published ones stay."""
+        """Give up the shard that is not full; whole ones are published."""
         if self._shard:
             shard, self._shard = self._shard, None
             shard.discard()
+        self._wait()
 
     def __enter__(self) -> Self:
         return self
@@ -97,7 +110,17 @@ class ShardWriter:
             self.discard()
 
     def _publish(self) -> None:
+        # One at a time: more would only pile up memory in front of a slow disk.
+        self._wait()
         shard, self._shard = self._shard, None
+        self._publishing = self._thread.submit(self._publish_now, shard)
+
+    def _wait(self) -> None:
+        if self._publishing:
+            publishing, self._publishing = self._publishing, None
+            publishing.result()
+
+    def _publish_now(self, shard: "_ShardInWork") -> None:
         try:
             path = shard.publish()
         except BaseException:

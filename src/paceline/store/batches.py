@@ -1,0 +1,205 @@
+"""Reads batches ahead: samples packed one after another into memory that is used again and again.
+
+Threads, not processes: reading and decoding let go of the interpreter lock, and what a process
+reads must be copied once more (measured in benchmarks/store.py).
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from queue import SimpleQueue
+from typing import Self
+
+import torch
+
+from paceline.contracts import SampleRecord
+from paceline.store.reader import Store
+
+
+@dataclass(frozen=True)
+class PackedSamples:
+    """Samples one after another, none padded.
+
+    input_ids int32 [N]; loss_mask bool [N]; aux [R, A, D]; last [M, D]: concatenated over the
+    samples, on the reader's device. token_starts, aux_starts, last_starts: S + 1 ints; sample i
+    has the rows from start i to start i + 1.
+    """
+
+    records: Sequence[SampleRecord]
+    token_starts: Sequence[int]
+    aux_starts: Sequence[int]
+    last_starts: Sequence[int]
+    input_ids: torch.Tensor
+    loss_mask: torch.Tensor
+    aux: torch.Tensor
+    last: torch.Tensor
+
+    def with_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """A copy with every tensor changed."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        tensors = {k: change(v) for k, v in values.items() if isinstance(v, torch.Tensor)}
+        return replace(self, **tensors)
+
+
+class PackedReader:
+    """Iterates groups of sample indices as PackedSamples, reading ahead.
+
+    groups: what `iterate_packed` gives, or any lists of indices; pulled as far ahead as is read.
+    keep: how many of the newest batches stay valid; memory of older ones is used again, so copy
+    what you need for longer. device: where batches are wanted; for CUDA they are read into pinned
+    memory, copied and decoded on a stream of their own. on_close: called when the iteration ends,
+    so that groups which wait for something can be told to stop.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        groups: Iterable[list[int]],
+        *,
+        device: str | torch.device = "cpu",
+        num_threads: int = 2,
+        keep: int = 1,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._store = store
+        self._groups = groups
+        self._device = torch.device(device)
+        self._num_threads = num_threads
+        self._keep = keep
+        self._on_close = on_close
+
+    def __iter__(self) -> Iterator[PackedSamples]:
+        num_slots = self._num_threads + self._keep + 1
+        free: SimpleQueue[_Slot | None] = SimpleQueue()
+        for _ in range(num_slots):
+            free.put(_Slot(self._store, self._device))
+        groups = iter(self._groups)
+        fillers = ThreadPoolExecutor(self._num_threads, thread_name_prefix="store-read")
+        # One thread pulls the groups: waiting for the next one must not hold up those at hand.
+        puller = ThreadPoolExecutor(1, thread_name_prefix="store-pull")
+
+        def pull() -> tuple[_Slot, Future[PackedSamples]] | None:
+            group = next(groups, None)
+            slot = free.get() if group is not None else None
+            return (slot, fillers.submit(slot.fill, group)) if slot else None
+
+        coming = deque(puller.submit(pull) for _ in range(num_slots))
+        lent: deque[_Slot] = deque()
+        try:
+            while (item := coming.popleft().result()) is not None:
+                slot, batch = item
+                yield slot.hand_over(batch.result())
+                lent.append(slot)
+                if len(lent) >= self._keep:
+                    free.put(lent.popleft())
+                coming.append(puller.submit(pull))
+        finally:
+            self._on_close()
+            free.put(None)
+            puller.shutdown(cancel_futures=True)
+            fillers.shutdown(cancel_futures=True)
+
+
+class _Slot:
+    """The memory of one batch."""
+
+    def __init__(self, store: Store, device: torch.device) -> None:
+        self._store = store
+        self._device = device
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copied = torch.cuda.Event() if self._stream else None
+
+    def fill(self, group: list[int]) -> PackedSamples:
+        """Runs in a reading thread."""
+        if self._copied:
+            self._copied.synchronize()
+        records = [self._store.records[i] for i in group]
+        starts = {
+            name: [0, *accumulate(getattr(r, counted) for r in records)]
+            for name, counted in _COUNTED.items()
+        }
+        batch = PackedSamples(
+            records=records,
+            token_starts=starts["input_ids"],
+            aux_starts=starts["aux"],
+            last_starts=starts["last"],
+            input_ids=self._read(records, "input_ids", (), torch.int32, starts["input_ids"]),
+            loss_mask=self._read(records, "loss_mask", (), torch.bool, starts["input_ids"]),
+            aux=torch.empty(0),
+            last=torch.empty(0),
+        )
+        states = {kind: self._parts(records, kind, starts[kind]) for kind in ("aux", "last")}
+        if self._stream is None:
+            return replace(batch, **{k: self._decode(k, v) for k, v in states.items()})
+        with torch.cuda.stream(self._stream):
+            move = lambda tensor: tensor.to(self._device, non_blocking=True)
+            moved = {k: [move(part) for part in parts] for k, parts in states.items()}
+            batch = replace(
+                batch.with_tensors(move), **{k: self._decode(k, v) for k, v in moved.items()}
+            )
+            self._copied.record(self._stream)
+        return batch
+
+    def hand_over(self, batch: PackedSamples) -> PackedSamples:
+        """Runs in the consumer's thread: its stream waits for ours."""
+        if self._copied:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(self._copied)
+            for tensor in (batch.input_ids, batch.loss_mask, batch.aux, batch.last):
+                tensor.record_stream(current)
+        return batch
+
+    def _parts(
+        self, records: list[SampleRecord], kind: str, starts: list[int]
+    ) -> list[torch.Tensor]:
+        """The encoded states of all samples, or where parts cannot be joined, the states."""
+        shape = self._store.row_shape(kind)
+        parts = self._store.codec.parts(shape)
+        if all(part.row_shape is not None for part in parts):
+            return [
+                self._read(records, kind + p.suffix, p.row_shape, p.dtype, starts) for p in parts
+            ]
+        out = self._take(kind, (starts[-1], *shape), self._store.spec.torch_dtype)
+        for record, start, stop in zip(records, starts, starts[1:], strict=False):
+            self._store.read_states(record, kind, out[start:stop])
+        return [out]
+
+    def _decode(self, kind: str, parts: list[torch.Tensor]) -> torch.Tensor:
+        if parts[0].dtype == self._store.spec.torch_dtype:
+            return parts[0]
+        out = None
+        if self._stream is None:
+            out = self._take(f"{kind} decoded", parts[0].shape, self._store.spec.torch_dtype)
+        return self._store.codec.decode(parts, tuple(parts[0].shape), out)
+
+    def _read(
+        self,
+        records: list[SampleRecord],
+        name: str,
+        row_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        starts: list[int],
+    ) -> torch.Tensor:
+        """One tensor's rows of all samples, one read each."""
+        column = 0 if name in ("input_ids", "loss_mask") else 1 if name.startswith("aux") else 2
+        out = self._take(name, (starts[-1], *row_shape), dtype)
+        for record, start, stop in zip(records, starts, starts[1:], strict=False):
+            shard = self._store.shard(record.shard)
+            first, last = shard.offsets[record.position : record.position + 2, column].tolist()
+            shard.read_rows(name, first, last, out[start:stop])
+        return out
+
+    def _take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a tensor: that of the batch before, if it is enough."""
+        num_bytes = dtype.itemsize * torch.Size(shape).numel()
+        if name not in self._buffers or self._buffers[name].nbytes < num_bytes:
+            self._buffers[name] = torch.empty(
+                num_bytes * 5 // 4, dtype=torch.uint8, pin_memory=self._stream is not None
+            )
+        return self._buffers[name][:num_bytes].view(dtype).view(shape)
+
+
+_COUNTED = {"input_ids": "num_tokens", "aux": "num_aux_rows", "last": "num_supervised"}
