@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from paceline.prepare.rows import RowError
 from tests.prepare.families import FAMILIES, Family
 from tests.prepare.masking import Masking, oracle_tokens
 from tests.prepare.toys import CHATML_PROMPT, THINK_STRIP, toy_tokenizer
@@ -165,3 +166,43 @@ def test_a_tokenizers_own_rendering_counts() -> None:
     [sample] = masking.samples(messages)
     assert tokenizer.decode(sample.input_ids.tolist()).startswith("glad<|im_start|>user")
     assert masking.decoded_runs(sample) == ["a<|im_end|>"]
+
+
+def last_turn_of(template: str, messages: list[dict[str, str]]) -> list[list[str]]:
+    masking = Masking(toy_tokenizer(template), ["<|im_end|>"])
+    spans = masking.spans(messages)
+    assert masking.found.method == "last_turn_only"
+    assert masking.found.notes["turns_not_supervised"] == 1
+    return spans
+
+
+def test_a_turn_that_cannot_be_found_leaves_the_last_one() -> None:
+    """A template that shouts earlier answers when they are short: only the last is told by its
+    words."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content | upper if 'odd' in m.content and m.role == 'assistant' else m.content }}"
+        "<|im_end|>\n{% endfor %}"
+    )
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "an odd one"},
+        {"role": "user", "content": "r"},
+        {"role": "assistant", "content": "the last"},
+    ]
+    assert last_turn_of(template, messages) == [["the last<|im_end|>"]]
+
+
+def test_words_of_the_user_are_never_taken_for_the_last_turn() -> None:
+    """The template hides odd answers; the user's turn before ends in the very same words."""
+    template = (
+        "{% for m in messages if 'odd' not in m.content or m.role == 'user' %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    masking = Masking(toy_tokenizer(template), ["<|im_end|>"])
+    messages = [
+        {"role": "user", "content": "this is odd"},
+        {"role": "assistant", "content": "this is odd"},
+    ]
+    with pytest.raises(RowError, match="cannot be found"):
+        masking.samples(messages)

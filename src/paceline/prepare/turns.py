@@ -96,7 +96,10 @@ class TurnFinder:
         content = messages[-1]["content"].strip()
         start = text.rfind(content) if content else -1
         trail = text[start + len(content) :]
-        if start < 0 or self._special.sub("", trail).strip():
+        before = self._prompt(messages[:-1], tools) or ""
+        # The same words at the same place without this turn are somebody else's.
+        said_before = _num_shared(text, before) >= start + len(content)
+        if start < 0 or said_before or self._special.sub("", trail).strip():
             raise RowError(
                 "mask_not_proved",
                 "the assistant's turns cannot be found in what the chat template prints",
@@ -207,7 +210,7 @@ class TurnFinder:
     def _split_trail(self, written: str, trail: str) -> tuple[str, str]:
         """What the turn says and what the template puts after it. Turns of other kinds (calls)
         may end otherwise than plain ones: with a special token of their own, then only space."""
-        shared = _num_shared(written[::-1], trail[::-1])
+        shared = _num_shared(written[-len(trail) :][::-1], trail[::-1]) if trail else 0
         at = self._not_inside(written, len(written) - shared)
         if shared < len(trail) and not self._special.search(written, at):
             stripped = written.rstrip()
