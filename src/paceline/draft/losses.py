@@ -128,13 +128,13 @@ class _ChunkedKL(torch.autograd.Function):
             slices = rows.chunk(low, high)
             if not any(s.stop > s.start for s in slices):
                 continue
-            log_p = _log_softmax(teacher(last_MD[low:high]))
+            taught = _TaughtRows.of(teacher(last_MD[low:high]))
             for step, part in enumerate(slices):
                 if part.stop == part.start:
                     continue
                 states = normed_NE[part]
                 log_q = _log_softmax(states @ head_WE.T)
-                grad, step_sums = _kl_and_gradient(log_p[rows.teacher[part] - low], log_q)
+                grad, step_sums = _kl_and_gradient(taught.pick(rows.teacher[part] - low), log_q)
                 sums[:, step] += step_sums
                 grad = (grad * weights[step]).to(head_WE.dtype)
                 grad_NE[part] = grad @ head_WE
@@ -155,13 +155,32 @@ class _ChunkedKL(torch.autograd.Function):
         return grad_NE * grad_loss.to(grad_NE.dtype), head, None, None, None, None, None
 
 
-def _kl_and_gradient(log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+@dataclass(frozen=True)
+class _TaughtRows:
+    """What a teacher position says, made once for all steps that it teaches: p [C, W], sum of
+    p log p [C] and the most likely token [C]."""
+
+    p: torch.Tensor
+    negative_entropy: torch.Tensor
+    best: torch.Tensor
+
+    @classmethod
+    def of(cls, logits: torch.Tensor) -> "_TaughtRows":
+        p = _log_softmax(logits).exp_()
+        # entr(p) = -p log p is 0 at p = 0, where a plain product would not be a number.
+        return cls(p, -torch.special.entr(p).sum(-1), p.argmax(-1))
+
+    def pick(self, rows: torch.Tensor) -> "_TaughtRows":
+        return _TaughtRows(self.p[rows], self.negative_entropy[rows], self.best[rows])
+
+
+def _kl_and_gradient(taught: _TaughtRows, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradient of KL(p || q) to the logits of q (it is q - p), and [KL, agreements, overlap]."""
-    p, q = log_p.exp(), log_q.exp()
-    kl = (p * (log_p - log_q)).sum()
-    agree = (log_p.argmax(-1) == log_q.argmax(-1)).sum()
-    overlap = torch.minimum(p, q).sum()
-    return q - p, torch.stack([kl, agree.to(kl.dtype), overlap])
+    kl = taught.negative_entropy.sum() - torch.dot(taught.p.flatten(), log_q.flatten())
+    agree = (taught.best == log_q.argmax(-1)).sum()
+    q = log_q.exp_()
+    overlap = torch.minimum(taught.p, q).sum()
+    return q.sub_(taught.p), torch.stack([kl, agree.to(kl.dtype), overlap])
 
 
 def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
