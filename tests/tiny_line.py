@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -75,8 +76,10 @@ def program(*arguments: str | Path, timeout: float = 300) -> subprocess.Complete
 
 
 def start(*arguments: str | Path) -> subprocess.Popen[str]:
-    """The same, in the background."""
-    return subprocess.Popen(command(*arguments), **_streams())
+    """The same, in the background, listening to SIGINT: a shell that starts a job in the background
+    makes it, and all that it starts, deaf to that signal."""
+    listen = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command(*arguments), preexec_fn=listen, **_streams())
 
 
 def command(*arguments: str | Path) -> list[str]:

@@ -83,8 +83,10 @@ class SpeculativeDecoder:
                 next_ids = verified[: accepted + 1]
                 rows = self._aux(tap)[: accepted + 1]
                 written += next_ids
-                # Keys and values of rejected tokens go; the last emitted token has none yet.
-                cache.crop(len(prompt) + len(written) - 1)
+                # Keys and values of rejected tokens go; a negative size says how many, in every
+                # transformers.
+                if accepted < num_draft_tokens:
+                    cache.crop(accepted - num_draft_tokens)
         finally:
             tap.close()
         return Decoded(_until_end(written, max_new_tokens, end_ids), counts)
