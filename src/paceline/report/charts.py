@@ -79,7 +79,7 @@ def acceptance_by_position(measured: dict[str, Any]) -> Figure:
     x = Axis("position in the chain", 0.7, longest + 0.3, ticks)
     y = linear_axis("accepted", tops, lambda v: f"{v:g}%", floor=0.0)
     title = f"Acceptance per position, K = {longest}"
-    note = "share of the verify steps that accepted this draft token and all before it"
+    note = "share of verify steps that accepted it and all before it"
     return Figure(title, line_figure(title, series, x, y), note)
 
 
