@@ -66,6 +66,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--batched-tokens", type=int, default=16384)
+    parser.add_argument("--shard-mib", type=int, default=256)
+    parser.add_argument("--writers", type=int, default=2)
     return parser.parse_args()
 
 
@@ -74,6 +76,7 @@ def settings_of(options: argparse.Namespace, target: Target, scratch: Path):
         target,
         "bfloat16",
         scratch,
+        options.writers,
         load_format="dummy",
         max_model_len=4096,
         max_num_batched_tokens=options.batched_tokens,
@@ -91,7 +94,7 @@ def of_one_engine(
 ) -> dict[str, Any]:
     engine = VllmEngine(settings_of(options, target, scratch), target.num_layers, "bfloat16")
     loaded_bytes = peak_host_bytes()
-    destination = destination_in(options.out, target, plan)
+    destination = destination_in(options, target, plan)
     tokens = sum(s.num_aux_rows + 1 for s in samples)
     plain_prefill(engine, samples)
     timed_capture(engine, samples, plan, destination)
@@ -140,7 +143,7 @@ def of_pools(
             target.num_layers,
             "bfloat16",
         )
-        destination = destination_in(options.out, target, plan)
+        destination = destination_in(options, target, plan)
         timed_capture(pool, samples, plan, destination)
         times = [timed_capture(pool, samples, plan, destination) for _ in range(options.repeats)]
         rates[count] = tokens / statistics.median(times)
@@ -157,10 +160,11 @@ def of_pools(
     }
 
 
-def destination_in(out: Path, target: Target, plan: LayerPlan) -> Destination:
-    spec = StoreSpec(plan, target.hidden_size, "bfloat16")
+def destination_in(options: argparse.Namespace, target: Target, plan: LayerPlan) -> Destination:
+    shard_bytes = options.shard_mib << 20
+    spec = StoreSpec(plan, target.hidden_size, "bfloat16", shard_bytes=shard_bytes)
     guards = Guards(plan, target.hidden_size, (RMS_RANGE,) * len(plan.all))
-    return Destination(out / "store", spec, guards)
+    return Destination(options.out / "store", spec, guards)
 
 
 def timed_capture(

@@ -104,8 +104,10 @@ def make_samples(count: int, shortest: int, longest: int, vocab: int) -> list[To
     return samples
 
 
-def engine_settings(target: Target, dtype: str, scratch: Path, **wanted: Any) -> VllmSettings:
-    return VllmSettings(llm_arguments(target, dtype, wanted, None), scratch)
+def engine_settings(
+    target: Target, dtype: str, scratch: Path, writers: int = 2, **wanted: Any
+) -> VllmSettings:
+    return VllmSettings(llm_arguments(target, dtype, wanted, None), scratch, writers=writers)
 
 
 def plain_prefill(engine: VllmEngine, samples: list[TokenSample]) -> None:

@@ -1,5 +1,6 @@
 """Real vLLM in pytest's own process and in processes of its own; run by `make test-engines`."""
 
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -36,3 +37,10 @@ else:
         engine = VllmEngine(settings_of(target, scratch), target.num_layers, "float32")
         yield engine
         engine.close()
+
+    @pytest.fixture
+    def own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+        """vLLM in processes of its own: several engines one after the other in one test process
+        would share its state."""
+        monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+        monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

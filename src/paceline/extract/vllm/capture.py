@@ -4,11 +4,11 @@ Every sample ends done or rejected. What was poisoned in a worker is run once mo
 fails twice is rejected with its reason.
 """
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Protocol
 
 from paceline.contracts import LayerPlan, TokenSample
@@ -97,8 +97,8 @@ class Capture:
     def run(self, samples: Iterable[TokenSample]) -> None:
         """Every sample is stored or rejected; raises what failed in a worker, with its cause."""
         with self._stack:
-            self._open_tap()
             try:
+                self._open_tap()
                 self._stream(iter(samples))
                 self._retry()
             except BaseException:
@@ -116,7 +116,7 @@ class Capture:
 
     def _stream(self, source: Iterator[TokenSample]) -> None:
         exhausted = False
-        for steps in range(1 << 62):
+        for steps in itertools.count(1):
             if not exhausted and self._waiting() < _REFILL_STEPS * self._step_tokens:
                 exhausted = self._refill(source)
             if not self._engine.busy():
@@ -131,15 +131,17 @@ class Capture:
 
     def _refill(self, source: Iterator[TokenSample]) -> bool:
         """Submit until the window is full; True when the source has no more."""
-        while self._waiting() < _WINDOW_STEPS * self._step_tokens:
-            batch = list(islice(source, _SUBMIT_SAMPLES if self._fits_many() else 1))
-            if not batch:
-                return True
+        while (room := _WINDOW_STEPS * self._step_tokens - self._waiting()) > 0:
+            batch: list[TokenSample] = []
+            while room > 0 and len(batch) < _SUBMIT_SAMPLES:
+                sample = next(source, None)
+                if sample is None:
+                    self._submit(batch)
+                    return True
+                batch.append(sample)
+                room -= num_needed_tokens(sample)
             self._submit(batch)
         return False
-
-    def _fits_many(self) -> bool:
-        return len(self._running) < 2 * self._engine.settings["max_num_seqs"]
 
     def _waiting(self) -> int:
         return sum(self._running.values())

@@ -71,7 +71,7 @@ class VllmEngine:
         spec = destination.spec
         row_bytes = len(plan.all) * spec.hidden_size * spec.torch_dtype.itemsize + 16
         slot_bytes = row_bytes * self.settings["max_num_batched_tokens"]
-        writers = 1 if self.settings["device"] == "cpu" else 2
+        writers = 1 if self.settings["device"] == "cpu" else self._settings.writers
         with tempfile.TemporaryDirectory(dir=self._settings.scratch) as spool:
             setup = CaptureSetup(
                 plan=plan,
@@ -127,12 +127,15 @@ class VllmEngine:
                 add(on_done(names.pop(output.request_id), ids))
 
     def close(self) -> None:
-        """Let go of the model; processes that vLLM started end."""
-        if self._llm is not None:
-            shutdown = getattr(self._engine.engine_core, "shutdown", None)
-            if shutdown is not None:
-                shutdown()
-            self._llm = self._engine = None
+        """Let go of the model; processes that vLLM started end, GPU memory is free again."""
+        if self._llm is None:
+            return
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self._engine.engine_core.shutdown()
+        self._llm = self._engine = None
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+            cleanup_dist_env_and_memory()
 
     # --- what a capture needs: see capture.Requests ---
 

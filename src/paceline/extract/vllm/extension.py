@@ -17,7 +17,7 @@ import torch
 from paceline.errors import EngineError
 from paceline.extract.sink import Sink
 from paceline.extract.vllm import wire
-from paceline.extract.vllm.layers import find_decoder_layers, is_here
+from paceline.extract.vllm.layers import find_decoder_layers
 from paceline.extract.vllm.rows import Ring
 from paceline.extract.vllm.runners import view_of
 from paceline.extract.vllm.sinks import BothSinks, DigestSink, SpoolSink
@@ -84,7 +84,10 @@ class PacelineTap:
         ranks = Ranks()
         if ranks.tensor != 0 and not setup["compare_ranks"]:
             return {"stage": ranks.stage, "held": []}
-        self.paceline_session = _Session(self.model_runner, setup, ranks)
+        # Pinning memory takes a second per GiB, so the ring stays for the next capture.
+        ring = _ring_for(self.__dict__.get("paceline_ring"), self.model_runner, setup)
+        self.paceline_ring = ring
+        self.paceline_session = _Session(self.model_runner, setup, ranks, ring)
         return {"stage": ranks.stage, "held": list(self.paceline_session.tap.held)}
 
     @_answering
@@ -124,26 +127,17 @@ class PacelineTap:
 class _Session:
     """One capture in one worker: ring, tap, sinks, and a watch over the driver."""
 
-    def __init__(self, runner: Any, setup: Message, ranks: Ranks) -> None:
-        plan = wire.read_plan(setup["plan"])
-        model = runner.get_model()
-        layers = find_decoder_layers(model, setup["num_layers"])
-        held = [k for k in plan.all if is_here(layers[max(k - 1, 0)])]
-        cuda = torch.device(runner.device).type == "cuda"
-        slot_bytes = _slot_bytes(setup, len(held))
+    def __init__(self, runner: Any, setup: Message, ranks: Ranks, ring: Ring) -> None:
+        layers = find_decoder_layers(runner.get_model(), setup["num_layers"])
         self._stack = ExitStack()
         self.store_sinks: list[Sink] = []
         self.spool: SpoolSink | None = None
         self.digest = DigestSink() if setup["compare_ranks"] else None
+        # Ranks that only compare must not tell that a sample is done: nothing of it is stored.
+        self.writes = ranks.tensor == 0
         sinks = self._open_sinks(setup, ranks)
-        self.tap = Tap(
-            runner,
-            view_of(runner),
-            layers,
-            plan,
-            Ring(setup["num_slots"], slot_bytes, pinned=cuda),
-            sinks,
-        )
+        plan = wire.read_plan(setup["plan"])
+        self.tap = Tap(runner, view_of(runner), layers, plan, ring, sinks)
         self._closed = threading.Event()
         self._watch(setup["driver"])
 
@@ -151,7 +145,9 @@ class _Session:
         if flush:
             self.tap.flush()
         events = self.tap.take_events()
-        answer: Message = {"done": events.done, "poisoned": [list(p) for p in events.poisoned]}
+        answer: Message = {"poisoned": [list(p) for p in events.poisoned]}
+        if self.writes:
+            answer["done"] = events.done
         if self.spool and (path := self.spool.hand_over()):
             answer["spool"] = path
         if self.tap.error is not None:
@@ -213,7 +209,15 @@ def driver_message() -> Message:
     return {"pid": pid, "host": socket.gethostname(), "started": process_start(pid)}
 
 
-def _slot_bytes(setup: Message, num_held: int) -> int:
-    """Room for a step whose every row is picked from every layer, its tokens and positions."""
-    row_bytes = num_held * setup["hidden_size"] * getattr(torch, setup["dtype"]).itemsize
-    return setup["max_num_batched_tokens"] * (row_bytes + 16) + (1 << 16)
+def _ring_for(ring: Ring | None, runner: Any, setup: Message) -> Ring:
+    """The ring of an earlier capture where it fits, else a new one: room in a slot for a step
+    whose every row is picked from every layer, its norms, tokens and positions."""
+    num_layers = len(setup["plan"]["aux"]) + 1
+    row_bytes = num_layers * (setup["hidden_size"] * getattr(torch, setup["dtype"]).itemsize + 4)
+    slot_bytes = setup["max_num_batched_tokens"] * (row_bytes + 16) + (1 << 16)
+    shape = (setup["num_slots"], slot_bytes, torch.device(runner.device).type == "cuda")
+    if ring is not None and ring.shape == shape and ring.whole:
+        return ring
+    if ring is not None:
+        ring.close()
+    return Ring(*shape)

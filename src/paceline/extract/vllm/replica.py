@@ -40,6 +40,7 @@ class Replica:
                     scratch=Path(setup["scratch"]),
                     replica=setup["replica"],
                     driver=setup["driver"],
+                    writers=setup["writers"],
                 ),
                 setup["num_layers"],
                 setup["dtype"],

@@ -151,6 +151,7 @@ class ReplicaPool:
                     "scratch": str(settings.scratch),
                     "replica": self._hosts.index(member.host),
                     "driver": settings.driver or driver_message(),
+                    "writers": settings.writers,
                     "num_layers": num_layers,
                     "dtype": dtype,
                 }

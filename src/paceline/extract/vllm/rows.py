@@ -19,6 +19,8 @@ from paceline.extract.guards import row_norms
 from paceline.extract.vllm.batch import Segment
 
 _POLL_S = 0.1
+# Where a tensor may start in a slot: any dtype can be read from there.
+_ALIGN_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Slot:
         so far is. On a CPU engine the source is host memory of our own already."""
         if self._buffer is None or not source.numel():
             return source.cpu()
-        start = -(-self._used // 64) * 64
+        start = -(-self._used // _ALIGN_BYTES) * _ALIGN_BYTES
         stop = start + source.nbytes
         if stop > len(self._buffer):
             raise EngineError(
@@ -92,13 +94,36 @@ class Slot:
 
 
 class Ring:
-    """A fixed number of slots: when all are in use the engine waits, memory does not grow."""
+    """A fixed number of slots: when all are in use the engine waits, memory does not grow.
+
+    pinned: memory that the GPU writes on its own. It is registered rather than taken from torch's
+    pinned allocator, which rounds sizes up to powers of two.
+    """
 
     def __init__(self, num_slots: int, slot_bytes: int, pinned: bool) -> None:
+        self.shape = (num_slots, slot_bytes, pinned)
+        slot_bytes = -(-slot_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         self._free: queue.Queue[Slot] = queue.Queue()
-        for _ in range(num_slots):
-            buffer = torch.empty(slot_bytes, dtype=torch.uint8, pin_memory=True) if pinned else None
+        self._memory: torch.Tensor | None = None
+        if pinned:
+            self._memory = torch.empty(num_slots * slot_bytes, dtype=torch.uint8)
+            _check(torch.cuda.cudart().cudaHostRegister(*_place(self._memory), 0))
+        for i in range(num_slots):
+            buffer = None
+            if self._memory is not None:
+                buffer = self._memory[i * slot_bytes : (i + 1) * slot_bytes]
             self._free.put(Slot(buffer, self._free.put))
+
+    @property
+    def whole(self) -> bool:
+        """Whether every slot is free."""
+        return self._free.qsize() == self.shape[0]
+
+    def close(self) -> None:
+        """Give the memory back; no copy into it may be under way."""
+        if self._memory is not None:
+            _check(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr()))
+            self._memory = None
 
     def take(self, broken: Callable[[], bool]) -> Slot:
         """A free slot, held once; EngineError where the writers are `broken` and none will come."""
@@ -194,6 +219,15 @@ class Mover:
             event.record(self._stream)
         # The sources must live until the copies are done: their memory belongs to the other stream.
         return HostRows(slot, *copies, event, sources)
+
+
+def _place(memory: torch.Tensor) -> tuple[int, int]:
+    return memory.data_ptr(), memory.nbytes
+
+
+def _check(status: int) -> None:
+    if int(status) != 0:
+        raise EngineError(f"host memory for captured rows cannot be pinned (CUDA error {status})")
 
 
 def _to_device(rows: np.ndarray, device: torch.device) -> torch.Tensor:

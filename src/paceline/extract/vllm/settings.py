@@ -34,6 +34,7 @@ class VllmSettings:
     arguments: of `vllm.LLM`. scratch: a folder for what does not last. replica: the number of this
     engine among those that share the work. driver: the process whose death ends all of it; None:
     the one that starts the engine. host_memory_bytes: of the ring that rows pass through.
+    writers: threads that write shards, on a GPU; one waits for the disk while another writes.
     """
 
     arguments: dict[str, Any]
@@ -41,6 +42,7 @@ class VllmSettings:
     replica: int = 0
     driver: dict[str, Any] | None = None
     host_memory_bytes: int = HOST_MEMORY_BYTES
+    writers: int = 2
     environment: dict[str, str] = field(default_factory=dict)
 
 
