@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from paceline.errors import UsageError
 
@@ -359,8 +359,8 @@ class ExportOptions(StageOptions, TargetOptions):
     )
     server_version: dict[Literal["vllm", "speculators", "sglang"], str] = opt(
         {},
-        "Release that is to serve a form, such as `sglang: 0.5.10` (speculators: vLLM's): a draft "
-        "that it cannot carry is refused.",
+        "Release that is to serve a form, with three numbers such as `vllm: 0.22.0` (speculators: "
+        "vLLM's): a draft that it cannot carry is refused.",
     )
     num_speculative_tokens: int = opt(3, "Chain length in the printed serving command.", ge=1)
     dtype: Dtype = opt("auto", "Dtype of the exported weights; auto: the target's.")
@@ -375,6 +375,16 @@ class ExportOptions(StageOptions, TargetOptions):
     verify: bool = opt(
         False, "Replay a finished export against the trained draft once more.", identity=False
     )
+
+    @field_validator("server_version", mode="before")
+    @classmethod
+    def _three_numbers(cls, value: Any) -> Any:
+        for form, version in value.items() if isinstance(value, dict) else ():
+            if isinstance(version, int | float):
+                raise ValueError(
+                    f"{form}: {version} was read as a number; write three, such as 0.20.0"
+                )
+        return value
 
 
 class ReportOptions(StageOptions):

@@ -226,6 +226,7 @@ def test_another_target_is_refused(target, tmp_path):
         ({"draft": "nowhere", "out": "x"}, "nowhere holds no draft"),
         ({"server": []}, "server"),
         ({"server": ["tensorrt"]}, "server"),
+        ({"server_version": {"vllm": 0.2}}, "write three, such as"),
     ],
     ids=str,
 )
