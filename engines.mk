@@ -1,18 +1,17 @@
 # Tests against real vLLM, each version in an environment of its own, made once from a list of exact
 # versions (vLLM's CPU builds ask for more than text models need, so the list is installed as it is).
 VLLM_VERSIONS := 0.16.0 0.32.0
-VLLM_MORE_VERSIONS := 0.20.2 0.24.0
+# Every version that has a list of requirements; a further one needs its torch here too.
+VLLM_ALL_VERSIONS := $(patsubst tests/engines/requirements-%.txt,%,$(wildcard tests/engines/requirements-*.txt))
 TORCH_OF_0.16.0 := 2.10.0
-TORCH_OF_0.20.2 := 2.11.0
-TORCH_OF_0.24.0 := 2.11.0
 TORCH_OF_0.32.0 := 2.13.0
 
 .PHONY: test-engines test-engines-all
-.SECONDARY: $(foreach v,$(VLLM_VERSIONS) $(VLLM_MORE_VERSIONS),.venv-vllm-$(v)/ready)
+.SECONDARY: $(foreach v,$(VLLM_ALL_VERSIONS),.venv-vllm-$(v)/ready)
 
 test-engines: $(addprefix test-vllm-,$(VLLM_VERSIONS))
 
-test-engines-all: test-engines $(addprefix test-vllm-,$(VLLM_MORE_VERSIONS))
+test-engines-all: $(addprefix test-vllm-,$(VLLM_ALL_VERSIONS))
 
 test-vllm-%: .venv-vllm-%/ready
 	OMP_WAIT_POLICY=PASSIVE .venv-vllm-$*/bin/python -m pytest tests/engines
