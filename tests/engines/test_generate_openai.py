@@ -37,11 +37,16 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def server(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The base URL of a server of its own process group."""
+    """The base URL of vLLM's server in a process group of its own.
+
+    The module that `vllm serve` runs: the command itself asks for the package's version under the
+    name vllm, which CPU builds do not have.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(target.folder)]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(target.folder)]
     command += ["--port", str(port), "--host", "127.0.0.1", "--dtype", "float32"]
     command += ["--enforce-eager", "--max-model-len", "512", "--block-size", "32"]
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -54,8 +59,9 @@ def server(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         _wait_until_up(f"http://127.0.0.1:{port}/health", process, log)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _wait_until_up(url: str, process: subprocess.Popen, log: Path) -> None:
