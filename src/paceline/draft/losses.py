@@ -157,27 +157,29 @@ class _ChunkedKL(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _TaughtRows:
-    """What a teacher position says, made once for all steps that it teaches: p [C, W], sum of
-    p log p [C] and the most likely token [C]."""
+    """What a teacher position says, made once for all steps that it teaches: p and log p [C, W],
+    the most likely token [C]."""
 
     p: torch.Tensor
-    negative_entropy: torch.Tensor
+    log_p: torch.Tensor
     best: torch.Tensor
 
     @classmethod
     def of(cls, logits: torch.Tensor) -> "_TaughtRows":
-        p = _log_softmax(logits).exp_()
-        # entr(p) = -p log p is 0 at p = 0, where a plain product would not be a number.
-        return cls(p, -torch.special.entr(p).sum(-1), p.argmax(-1))
+        log_p = _log_softmax(logits)
+        # Finite, so that p log p is 0 at p = 0, not 0 * -inf.
+        log_p.clamp_(min=torch.finfo(torch.float32).min)
+        return cls(log_p.exp(), log_p, log_p.argmax(-1))
 
     def pick(self, rows: torch.Tensor) -> "_TaughtRows":
-        return _TaughtRows(self.p[rows], self.negative_entropy[rows], self.best[rows])
+        return _TaughtRows(self.p[rows], self.log_p[rows], self.best[rows])
 
 
 def _kl_and_gradient(taught: _TaughtRows, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradient of KL(p || q) to the logits of q (it is q - p), and [KL, agreements, overlap]."""
-    kl = taught.negative_entropy.sum() - torch.dot(taught.p.flatten(), log_q.flatten())
     agree = (taught.best == log_q.argmax(-1)).sum()
+    # Term by term: a difference of two large sums would lose the digits of a small KL.
+    kl = (taught.p * (taught.log_p - log_q)).sum()
     q = log_q.exp_()
     overlap = torch.minimum(taught.p, q).sum()
     return q.sub_(taught.p), torch.stack([kl, agree.to(kl.dtype), overlap])
