@@ -6,7 +6,6 @@ import itertools
 import os
 import random
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,12 @@ import torch
 from paceline.errors import LockedError
 from paceline.store import ShardWriter, Store, published_ids
 
+from .children import in_child, wait, with_fuse
 from .making import assert_holds, states_of, write_manifest
 from .working import SAMPLES, SPEC, assert_equal_to_undisturbed, published_now, run
 
 NUM_RANDOM_KILLS = int(os.environ.get("PACELINE_KILLS", "12"))
 IS_TORTURE = NUM_RANDOM_KILLS >= 200
-CALLS = ("open", "pwrite", "fsync", "rename", "replace", "unlink", "close", "makedirs")
 
 
 @pytest.fixture(scope="module")
@@ -29,28 +28,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed") / "store"
     run(folder)
     return folder
-
-
-def in_child(work: Callable[[int], None]) -> tuple[int, int]:
-    """Fork; the child does work(pipe to write to) and exits. Returns its pid and a pipe to read."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(writing)
-        return pid, reading
-    code = 1
-    try:
-        os.close(reading)
-        work(writing)
-        code = 0
-    finally:
-        os._exit(code)
-
-
-def wait(pid: int, reading: int) -> int:
-    """The child's exit status; negative: the signal that ended it."""
-    os.close(reading)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def test_random_kills(tmp_path: Path, undisturbed: Path) -> None:
@@ -109,9 +86,7 @@ def test_a_kill_at_each_call_to_the_file_system(tmp_path: Path, undisturbed: Pat
     for after in (False, True):
         for n in itertools.count(int(after), 1 if IS_TORTURE else 9):
             folder = tmp_path / f"{after}-{n}"
-            fuse = lambda _, folder=folder, n=n, after=after: _run_with_fuse(
-                folder, samples, n, after
-            )
+            fuse = with_fuse(lambda folder=folder: run(folder, samples), n, after)
             if wait(*in_child(fuse)) == 0:
                 num_calls += n
                 break
@@ -119,28 +94,6 @@ def test_a_kill_at_each_call_to_the_file_system(tmp_path: Path, undisturbed: Pat
             run(folder, samples)
             assert_equal_to_undisturbed(folder, plain, samples)
     assert num_calls > 60
-
-
-def _run_with_fuse(folder: Path, samples: list, burn_at: int, after: bool) -> None:
-    """Runs in a child: kills itself around the burn_at-th call."""
-    count = 0
-
-    def fused(call: Callable) -> Callable:
-        def wrapper(*args: object, **kwargs: object) -> object:
-            nonlocal count
-            mine, count = count, count + 1
-            if mine == burn_at and not after:
-                os.kill(os.getpid(), signal.SIGKILL)
-            result = call(*args, **kwargs)
-            if mine == burn_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
-
-        return wrapper
-
-    for name in CALLS:
-        setattr(os, name, fused(getattr(os, name)))
-    run(folder, samples)
 
 
 def test_sigterm_leaves_a_folder_that_goes_on(tmp_path: Path, undisturbed: Path) -> None:
