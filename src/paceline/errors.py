@@ -52,6 +52,10 @@ class DiskFullError(StoreError):
     """The disk is, or would be, full; nothing published was lost."""
 
 
+class StreamError(StoreError):
+    """The other side of a stream died, left, or waits for something that this side must do."""
+
+
 class LockedError(PacelineError):
     """Another run owns the folder."""
 

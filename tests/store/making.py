@@ -20,7 +20,7 @@ def make_spec(
     codec: str = "raw",
     dtype: str = "bfloat16",
     hidden_size: int = 16,
-    shard_bytes: int = 4096,
+    shard_bytes: int = 12_500,
     layers: LayerPlan = LAYERS,
 ) -> StoreSpec:
     return StoreSpec(layers, hidden_size, dtype, codec, shard_bytes=shard_bytes)

@@ -22,14 +22,15 @@ def test_what_was_published_survives_and_the_run_goes_on(tmp_path: Path, fate: s
     model = DiskModel(folder)
     told: list[tuple[int, set[str]]] = []
 
-    class Telling(AsideFile):
-        def publish(self) -> Path:
-            path = super().publish()
-            told.append((len(model.instants), set(published_now(folder))))
-            return path
+    real = AsideFile.publish
+
+    def telling(file: AsideFile) -> Path:
+        path = real(file)
+        told.append((len(model.instants), set(published_now(folder))))
+        return path
 
     with pytest.MonkeyPatch.context() as patch, model.watch():
-        patch.setattr("paceline.store.writer.AsideFile", Telling)
+        patch.setattr(AsideFile, "publish", telling)
         run(folder, FEW)
     done_at = len(model.instants)
     assert len(told) > 2

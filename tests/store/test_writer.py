@@ -111,7 +111,7 @@ def test_round_trip_for_any_lengths_and_borders(
 def test_bytes_of_a_sample_depend_on_nothing_but_the_sample(tmp_path: Path, codec: str) -> None:
     samples = [make_sample(i) for i in range(24)]
     one = write_store(tmp_path / "one", make_spec(codec, shard_bytes=1 << 20), samples)
-    spec = make_spec(codec, shard_bytes=1500)
+    spec = make_spec(codec, shard_bytes=12_500)
     many = tmp_path / "many"
     # Two workers, other borders, other order.
     with ShardWriter(many, spec, worker=0) as a, ShardWriter(many, spec, worker=1) as b:
@@ -168,6 +168,17 @@ def test_a_wrong_sample_is_refused_by_name_and_the_writer_goes_on(tmp_path: Path
         with pytest.raises(StoreError, match="sample-5: it was stored already"):
             writer.add(sample, aux, last)
     assert published_ids(tmp_path) == {"sample-5"}
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless", "int8"])
+def test_no_shard_outgrows_its_limit_and_none_is_cut_short(tmp_path: Path, codec: str) -> None:
+    spec = make_spec(codec, shard_bytes=20_000)
+    write_store(tmp_path / "store", spec, [make_sample(i) for i in range(60)])
+    *full, _ = (shard_path(tmp_path / "store", n) for n in shard_numbers(tmp_path / "store"))
+    sizes = [path.stat().st_size for path in full]
+    assert max(sizes) <= 20_000
+    # The largest sample takes about 4,500 bytes.
+    assert min(sizes) > 15_000
 
 
 def test_an_exception_publishes_nothing_unfinished(tmp_path: Path) -> None:

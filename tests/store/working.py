@@ -20,7 +20,7 @@ from paceline.store.files import shard_numbers, shard_path
 from .making import assert_holds, make_sample, make_spec, states_of
 
 SAMPLES = [make_sample(i) for i in range(30)]
-SPEC = make_spec(shard_bytes=8000)
+SPEC = make_spec(shard_bytes=16_000)
 
 
 def run(

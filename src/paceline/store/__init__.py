@@ -1,12 +1,16 @@
 """The store of hidden states: shards that appear whole or not at all, and what reads them."""
 
 from paceline.store.batches import PackedReader, PackedSamples
+from paceline.store.budget import stream_writer
+from paceline.store.follow import Follower
 from paceline.store.packing import iterate_packed
 from paceline.store.reader import Store, StoredSample, content_fingerprint, published_ids
 from paceline.store.spec import StoreSpec
 from paceline.store.writer import ShardWriter
 
 __all__ = [
+    "Follower",
+    "stream_writer",
     "PackedReader",
     "PackedSamples",
     "ShardWriter",

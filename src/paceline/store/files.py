@@ -15,6 +15,8 @@ from pathlib import Path
 from paceline.artefact import disk_errors, fsync_folder
 
 SHARDS_FOLDER = "shards"
+# What is left of shards that were consumed and let go: all but their states.
+RECEIPTS_FOLDER = "receipts"
 _FINAL = re.compile(r"^(\d{5,})\.safetensors$")
 _ASIDE = re.compile(r"^\.(\d{5,})\.part$")
 # One write call moves at most about 2 GiB on Linux.
@@ -29,14 +31,29 @@ def aside_path(folder: Path, number: int) -> Path:
     return folder / SHARDS_FOLDER / f".{number:05d}.part"
 
 
+def receipt_path(folder: Path, number: int) -> Path:
+    return folder / RECEIPTS_FOLDER / f"{number:05d}.safetensors"
+
+
 def shard_numbers(folder: Path) -> list[int]:
     """Numbers of the published shards, ascending."""
-    return _numbers(folder, _FINAL)
+    gone = set(receipt_numbers(folder))
+    return [n for n in _numbers(folder / SHARDS_FOLDER, _FINAL) if n not in gone]
+
+
+def receipt_numbers(folder: Path) -> list[int]:
+    """Numbers of the shards that were let go, ascending."""
+    return _numbers(folder / RECEIPTS_FOLDER, _FINAL)
+
+
+def aside_numbers(folder: Path) -> list[int]:
+    """Numbers of the shards in work, ascending."""
+    return _numbers(folder / SHARDS_FOLDER, _ASIDE)
 
 
 def _numbers(folder: Path, pattern: re.Pattern[str]) -> list[int]:
     try:
-        names = os.listdir(folder / SHARDS_FOLDER)
+        names = os.listdir(folder)
     except FileNotFoundError:
         return []
     return sorted(int(match[1]) for name in names if (match := pattern.match(name)))
@@ -86,7 +103,8 @@ class AsideFile:
 
 def _claim(folder: Path) -> tuple[int, int]:
     """The lowest number above all that are taken, and a descriptor of its new aside file."""
-    number = max([-1, *_numbers(folder, _FINAL), *_numbers(folder, _ASIDE)]) + 1
+    taken = [*shard_numbers(folder), *receipt_numbers(folder), *aside_numbers(folder)]
+    number = max(taken, default=-1) + 1
     while True:
         path = aside_path(folder, number)
         try:
@@ -105,9 +123,14 @@ def _claim(folder: Path) -> tuple[int, int]:
 
 
 def remove_leftovers(folder: Path) -> int:
-    """Remove aside files whose writer is dead. Returns how many there were."""
+    """Remove aside files whose writer is dead, and shards that were just being let go. Returns how
+    many there were."""
     removed = 0
-    for number in _numbers(folder, _ASIDE):
+    for number in receipt_numbers(folder):
+        if shard_path(folder, number).exists():
+            shard_path(folder, number).unlink()
+            removed += 1
+    for number in aside_numbers(folder):
         path = aside_path(folder, number)
         try:
             descriptor = os.open(path, os.O_RDWR)

@@ -18,7 +18,7 @@ from paceline import fingerprint
 from paceline.artefact import write_atomically
 from paceline.errors import StoreCorruption, StoreError
 from paceline.store import checksum
-from paceline.store.files import shard_numbers, shard_path
+from paceline.store.files import receipt_numbers, receipt_path, shard_numbers, shard_path
 from paceline.store.records import CODED, COUNTS, FINISHED_CODES, TEXTS, Records, id_hash
 from paceline.store.shard import MappedTensors, Shard, TensorEntry, bytes_of, seal_header
 from paceline.store.spec import StoreSpec
@@ -43,7 +43,11 @@ class Index:
 
 
 class IndexBuilder:
-    """Gathers the records of shards, one after another; `build` may be called in between."""
+    """Gathers the records of shards, one after another; `build` may be called in between.
+
+    Receipts of shards that were let go count as content, not as records, unless they are added as
+    shards.
+    """
 
     def __init__(self) -> None:
         self.spec: StoreSpec | None = None
@@ -51,6 +55,13 @@ class IndexBuilder:
         self._codes: dict[str, dict[str, int]] = {name: {} for name in CODED}
         self._shards: list[tuple[int, int, int]] = []
         self._headers: list[bytes] = []
+
+    def add_receipt(self, shard: Shard) -> None:
+        self._add_checksums(shard)
+
+    def _add_checksums(self, shard: Shard) -> None:
+        # A copy: a view would keep the file's space taken after the shard is let go.
+        self._pieces["sample_checksums"].append(shard.tensor("sample_checksums").numpy().copy())
 
     def add(self, number: int, shard: Shard) -> None:
         """Raises StoreError for a shard of another store."""
@@ -67,7 +78,7 @@ class IndexBuilder:
         )
         for i, name in enumerate(COUNTS):
             self._pieces[name].append(counts[:, i].astype(np.int32))
-        self._pieces["sample_checksums"].append(shard.tensor("sample_checksums").numpy())
+        self._add_checksums(shard)
         columns = shard.columns
         finished = [FINISHED_CODES[value] for value in columns["finished"]]
         self._pieces["finished"].append(np.asarray(finished, dtype=np.int8))
@@ -138,6 +149,8 @@ def open_index(folder: Path, keep: bool = True) -> Index:
     builder = IndexBuilder()
     for number in numbers:
         builder.add(number, Shard(shard_path(folder, number)))
+    for number in receipt_numbers(folder):
+        builder.add_receipt(Shard(receipt_path(folder, number)))
     index = builder.build()
     if keep:
         try:

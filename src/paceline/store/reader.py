@@ -1,7 +1,6 @@
 """Reads a store: memory-mapped slices of published shards, decoded when they are asked for."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -13,8 +12,15 @@ from paceline.artefact import COMPLETE, Manifest, load_finished, load_manifest
 from paceline.contracts import SampleRecord
 from paceline.errors import StoreCorruption, StoreError
 from paceline.store.codecs import codec_of
-from paceline.store.files import remove_leftovers, shard_numbers, shard_path
+from paceline.store.files import (
+    receipt_numbers,
+    receipt_path,
+    remove_leftovers,
+    shard_numbers,
+    shard_path,
+)
 from paceline.store.index import Index, open_index
+from paceline.store.records import Records
 from paceline.store.shard import Shard
 from paceline.store.spec import StoreSpec
 
@@ -38,24 +44,17 @@ class StoredSample:
     last: torch.Tensor
 
 
-class Store:
-    """A folder that `extract` wrote. Opens shards as they are needed; safe to use from threads.
+class ShardReader:
+    """Reads samples out of the published shards of a folder. Opens shards as they are needed;
+    safe to use from threads. What `Store` and `Follower` share."""
 
-    unfinished: also open a folder whose run is not complete; what is published then is the store.
-    Raises UsageError for a folder that is not a store or not finished, StoreCorruption for damage.
-    """
-
-    def __init__(self, folder: str | Path, unfinished: bool = False) -> None:
-        self.folder = Path(folder)
-        load = load_manifest if unfinished else load_finished
-        self.manifest: Manifest = load(self.folder, "extract")
-        index = open_index(self.folder, keep=self.manifest.status == COMPLETE)
-        self._check_content(index)
-        self.records = index.records
+    def __init__(self, folder: Path, spec: StoreSpec, records: Records) -> None:
+        self.folder = folder
+        self.spec = spec
+        self.records = records
+        self.codec = codec_of(spec)
         self._shards: OrderedDict[int, Shard] = OrderedDict()
         self._lock = Lock()
-        self.spec = self._find_spec(index)
-        self.codec = codec_of(self.spec)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -99,12 +98,10 @@ class Store:
         width = (self.spec.hidden_size,)
         return (self.spec.num_aux, *width) if kind == "aux" else width
 
-    def verify(self) -> int:
-        """Compare everything with its checksums. Returns the number of bytes checked.
-
-        Raises StoreCorruption that names the shard and the tensor.
-        """
-        return sum(shard.verify() for shard in _all_shards(self.folder))
+    def close_shard(self, number: int) -> None:
+        """Forget an open shard; its space is free once it is removed and no view is left."""
+        with self._lock:
+            self._shards.pop(number, None)
 
     def shard(self, number: int) -> Shard:
         """A published shard, opened once."""
@@ -121,38 +118,62 @@ class Store:
                 self._shards.popitem(last=False)
             return shard
 
-    def _check_content(self, index: Index) -> None:
-        if self.manifest.status == COMPLETE and (
-            self.manifest.of_content(index.content) != self.manifest.fingerprint
-        ):
-            raise StoreCorruption(
-                f"{self.folder} does not hold what its manifest says: shards are missing, were "
-                "added or changed since it was finished"
-            )
 
-    def _find_spec(self, index: Index) -> StoreSpec:
-        if "store" in self.manifest.result:
-            return StoreSpec.from_dict(self.manifest.result["store"])
-        if index.spec is None:
-            raise StoreError(f"{self.folder} has no published shard yet")
-        return index.spec
+class Store(ShardReader):
+    """A folder that `extract` wrote.
+
+    unfinished: also open a folder whose run is not complete; what is published then is the store.
+    Raises UsageError for a folder that is not a store or not finished, StoreCorruption for damage.
+    """
+
+    def __init__(self, folder: str | Path, unfinished: bool = False) -> None:
+        folder = Path(folder)
+        load = load_manifest if unfinished else load_finished
+        self.manifest: Manifest = load(folder, "extract")
+        index = open_index(folder, keep=self.manifest.status == COMPLETE)
+        if self.manifest.status == COMPLETE:
+            _check_content(folder, self.manifest, index)
+        super().__init__(folder, _spec_of(folder, self.manifest, index), index.records)
+
+    def verify(self) -> int:
+        """Compare everything with its checksums. Returns the number of bytes checked.
+
+        Raises StoreCorruption that names the shard and the tensor.
+        """
+        numbers = shard_numbers(self.folder)
+        return sum(Shard(shard_path(self.folder, number)).verify() for number in numbers)
+
+
+def _check_content(folder: Path, manifest: Manifest, index: Index) -> None:
+    if manifest.of_content(index.content) != manifest.fingerprint:
+        raise StoreCorruption(
+            f"{folder} does not hold what its manifest says: shards are missing, were added or "
+            "changed since it was finished"
+        )
+
+
+def _spec_of(folder: Path, manifest: Manifest, index: Index) -> StoreSpec:
+    if "store" in manifest.result:
+        return StoreSpec.from_dict(manifest.result["store"])
+    if index.spec is None:
+        raise StoreError(f"{folder} has no published shard yet")
+    return index.spec
 
 
 def published_ids(folder: str | Path) -> set[str]:
-    """The ids of all published samples: what a resumed run need not do again.
+    """The ids of all published samples, those of shards that were let go included: what a resumed
+    run need not do again.
 
     Call it as the folder's owner, before writers start: leftovers of dead runs are removed.
     """
     folder = Path(folder)
     remove_leftovers(folder)
-    return {sample_id for shard in _all_shards(folder) for sample_id in shard.columns["sample_id"]}
+    paths = [shard_path(folder, n) for n in shard_numbers(folder)]
+    paths += [receipt_path(folder, n) for n in receipt_numbers(folder)]
+    return {sample_id for path in paths for sample_id in Shard(path).columns["sample_id"]}
 
 
 def content_fingerprint(folder: str | Path) -> str:
     """A fingerprint of all published samples that does not depend on their order or on the
     borders of shards. Leaves the index beside them."""
     return open_index(Path(folder)).content
-
-
-def _all_shards(folder: Path) -> Iterator[Shard]:
-    return (Shard(shard_path(folder, number)) for number in shard_numbers(folder))

@@ -82,7 +82,7 @@ class Records(Sequence[SampleRecord]):
 
     def shard_header(self, number: int) -> str:
         """The checksum of a shard's header, as the index knows it."""
-        slot = int(np.searchsorted(self.shard_numbers, number))
+        slot = int(np.flatnonzero(self.shard_numbers == number)[0])
         return self.columns["shard_headers"][slot].tobytes().hex()
 
     def find(self, sample_id: str) -> int:

@@ -15,6 +15,7 @@ from paceline.artefact import differences
 from paceline.contracts import TokenSample
 from paceline.errors import StoreError
 from paceline.store import checksum
+from paceline.store.budget import claim_of
 from paceline.store.codecs import Codec, codec_of
 from paceline.store.files import AsideFile, shard_numbers, shard_path
 from paceline.store.shard import HEADER_BYTES, Shard, TensorEntry, build_header, bytes_of
@@ -24,6 +25,10 @@ logger = logging.getLogger(__name__)
 
 # What a sample is besides its tensors; kept as JSON columns.
 COLUMNS = ("sample_id", "conversation_id", "source", "split", "finished")
+# Offsets (24), num_past_end (4) and checksum (16) of a sample.
+_ENTRY_BYTES = 44
+# Names of the JSON columns, padding, the first entry of each offsets tensor.
+_FIXED_BYTES = 256
 # What follows the streamed tensor starts at a multiple of this, so that any tool can map it.
 _ALIGN_BYTES = 8
 
@@ -37,7 +42,7 @@ class ShardWriter:
 
     A full shard is flushed and published in a thread, while the next one is filled: an engine must
     not wait for a disk. What fails there is raised by the next `add` that fills a shard, or by
-    `close`.
+    `close`. In a run that announced a byte budget, a writer that needs room waits for the reader.
     """
 
     def __init__(self, folder: str | Path, spec: StoreSpec, worker: int = 0) -> None:
@@ -46,6 +51,7 @@ class ShardWriter:
         self.worker = worker
         self.num_samples = 0
         self._codec = codec_of(spec)
+        self._claim = claim_of(self.folder, spec.shard_bytes)
         self._seen: set[str] = set()
         self._shard: _ShardInWork | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-publish")
@@ -63,13 +69,11 @@ class ShardWriter:
         self._check(sample, aux, last)
         states = {"aux": aux[: sample.num_aux_rows], "last": last}
         encoded = {name: self._codec.encode(value) for name, value in states.items()}
-        num_bytes = (
-            sum(p.nbytes for parts in encoded.values() for p in parts) + sample.num_tokens * 5
-        )
+        num_bytes = _most_bytes(sample, encoded)
         if self._shard and self._shard.num_bytes + num_bytes > self.spec.shard_bytes:
             self._publish()
         if self._shard is None:
-            self._shard = _ShardInWork(self.folder, self.spec, self._codec)
+            self._shard = _ShardInWork(self._claim(), self.spec, self._codec)
         try:
             self._shard.add(sample, encoded)
         except BaseException:
@@ -168,10 +172,11 @@ class ShardWriter:
 class _ShardInWork:
     """One shard while it grows: the first part of `aux` in the aside file, the rest in memory."""
 
-    def __init__(self, folder: Path, spec: StoreSpec, codec: Codec) -> None:
+    def __init__(self, file: AsideFile, spec: StoreSpec, codec: Codec) -> None:
         self.spec = spec
         self.num_samples = 0
-        self.num_bytes = 0
+        # Never less than what the file will have, so that no shard outgrows its limit.
+        self.num_bytes = HEADER_BYTES + _FIXED_BYTES
         self._parts = {
             "aux": codec.parts((spec.num_aux, spec.hidden_size)),
             "last": codec.parts((spec.hidden_size,)),
@@ -184,7 +189,7 @@ class _ShardInWork:
         self._sample_checksums: list[bytes] = []
         self._streamed_bytes = 0
         self._streamed_hash = checksum.new()
-        self._file = AsideFile(folder)
+        self._file = file
 
     def add(self, sample: TokenSample, encoded: dict[str, list[torch.Tensor]]) -> None:
         digest = checksum.new()
@@ -194,7 +199,6 @@ class _ShardInWork:
             tensor = tensor.clone()
             digest.update(bytes_of(tensor))
             self._held[name].append(tensor)
-            self.num_bytes += tensor.nbytes
         for kind in ("aux", "last"):
             for part, tensor in zip(self._parts[kind], encoded[kind], strict=True):
                 digest.update(bytes_of(tensor))
@@ -207,9 +211,9 @@ class _ShardInWork:
             self._columns[name].append(getattr(sample, name))
         self._sample_checksums.append(digest.digest())
         self.num_samples += 1
+        self.num_bytes += _most_bytes(sample, encoded)
 
     def _keep(self, name: str, tensor: torch.Tensor, is_variable: bool) -> None:
-        self.num_bytes += tensor.nbytes
         if is_variable:
             ends = self._byte_offsets.setdefault(name, [0])
             ends.append(ends[-1] + tensor.nbytes)
@@ -261,6 +265,14 @@ class _ShardInWork:
         in_order = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
         pad = torch.zeros(-self._streamed_bytes % _ALIGN_BYTES, dtype=torch.uint8)
         return {"pad": pad, **dict(in_order)}
+
+
+def _most_bytes(sample: TokenSample, encoded: dict[str, list[torch.Tensor]]) -> int:
+    """The most that a sample adds to a shard."""
+    parts = [part for kind in encoded.values() for part in kind]
+    states = sum(part.nbytes for part in parts)
+    tokens = sample.input_ids.nbytes + sample.loss_mask.nbytes
+    return states + tokens + len(_describe(sample)) + _ENTRY_BYTES + 8 * len(parts)
 
 
 def _describe(sample: TokenSample) -> bytes:

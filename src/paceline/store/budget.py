@@ -1,0 +1,179 @@
+"""The byte budget of a stream: a writer that needs room lets consumed shards go, or waits.
+
+What stands in the folder is the account: published shards by their size, shards in work by what
+they may grow to. So it is the same for all workers and survives all of them.
+"""
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from paceline.artefact import fsync_folder, write_atomically
+from paceline.errors import StreamError, UsageError
+from paceline.store import checksum
+from paceline.store.files import (
+    AsideFile,
+    aside_numbers,
+    receipt_path,
+    shard_numbers,
+    shard_path,
+)
+from paceline.store.presence import (
+    DONE,
+    FAILED,
+    READER,
+    RUNNING,
+    STREAM_FOLDER,
+    WRITER,
+    look,
+    present,
+)
+from paceline.store.shard import HEADER_BYTES, Shard, TensorEntry, build_header, bytes_of
+from paceline.store.spec import StoreSpec
+
+logger = logging.getLogger(__name__)
+
+_CONSUMED_FOLDER = "consumed"
+_POLL_S = 0.1
+# Said when either side is gone.
+RESTART = "What is published is kept: start both sides again with the same commands."
+_KEPT = ("offsets", "num_past_end", "samples", "sample_checksums")
+
+
+class ByteBudget:
+    """Room for shards of `shard_bytes` in a folder that may hold `max_bytes` of them."""
+
+    def __init__(self, folder: Path, max_bytes: int, shard_bytes: int) -> None:
+        if max_bytes < 2 * shard_bytes:
+            raise UsageError(
+                f"a budget of {max_bytes} bytes does not hold two shards of {shard_bytes}: one is "
+                "read while the next is written. Raise it or lower shard_bytes."
+            )
+        self.folder = folder
+        self.max_bytes = max_bytes
+        self.shard_bytes = shard_bytes
+        # One that ended before we began says nothing about this run.
+        reader = look(folder, READER)
+        self._old_run = reader.run if reader and reader.state != RUNNING else None
+
+    def claim(self) -> AsideFile:
+        """A new shard in work, as soon as it fits.
+
+        Raises StreamError where the reader that should make room died, failed or left.
+        """
+        is_told = False
+        while True:
+            with self._lock():
+                if self._has_room() or self._make_room():
+                    return AsideFile(self.folder)
+            self._refuse_absent_reader()
+            if not is_told:
+                logger.info("%s is full (%d bytes): waiting", self.folder, self.max_bytes)
+                is_told = True
+            time.sleep(_POLL_S)
+
+    def is_full(self) -> bool:
+        """No further shard fits, consumed ones being let go or not."""
+        with self._lock():
+            return not self._has_room() and not consumed_numbers(self.folder)
+
+    def _has_room(self) -> bool:
+        published = sum(
+            shard_path(self.folder, n).stat().st_size for n in shard_numbers(self.folder)
+        )
+        in_work = len(aside_numbers(self.folder)) * self.shard_bytes
+        return published + in_work + self.shard_bytes <= self.max_bytes
+
+    def _make_room(self) -> bool:
+        for number in consumed_numbers(self.folder):
+            let_go(self.folder, number)
+            if self._has_room():
+                return True
+        return False
+
+    def _refuse_absent_reader(self) -> None:
+        reader = look(self.folder, READER)
+        if reader is None or reader.run == self._old_run or reader.state == RUNNING:
+            return
+        if reader.state == DONE:
+            raise StreamError(
+                f"{self.folder}: the reader ({reader}) is done, so nobody makes room. What is "
+                "published is kept; run this again without a budget for the rest."
+            )
+        how = f"failed: {reader.error}" if reader.state == FAILED else "died"
+        raise StreamError(f"{self.folder}: the reader ({reader}) {how}. {RESTART}")
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        """One worker at a time counts and claims."""
+        with (self.folder / STREAM_FOLDER / "budget.lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+@contextmanager
+def stream_writer(folder: str | Path, spec: StoreSpec, budget_bytes: int | None) -> Iterator[None]:
+    """What a run that writes a store holds while its workers write: followers then see it live,
+    fail or end. budget_bytes: how many bytes of shards may stand in the folder; None: any.
+    """
+    folder = Path(folder)
+    if budget_bytes is not None:
+        ByteBudget(folder, budget_bytes, spec.shard_bytes)
+    with present(folder, WRITER, budget_bytes, spec.shard_bytes):
+        yield
+
+
+def claim_of(folder: Path, shard_bytes: int) -> Callable[[], AsideFile]:
+    """How a worker claims shards: within the budget that the run's writer announced, if any."""
+    writer = look(folder, WRITER)
+    if writer is None or writer.budget_bytes is None:
+        return lambda: AsideFile(folder)
+    return ByteBudget(folder, writer.budget_bytes, shard_bytes).claim
+
+
+def mark_consumed(folder: Path, number: int) -> None:
+    """The reader says that it will not read a shard again."""
+    path = _consumed_path(folder, number)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+
+
+def consumed_numbers(folder: Path) -> list[int]:
+    """Published shards that the reader is done with, ascending."""
+    marked = folder / STREAM_FOLDER / _CONSUMED_FOLDER
+    names = os.listdir(marked) if marked.is_dir() else []
+    return sorted({int(name) for name in names} & set(shard_numbers(folder)))
+
+
+def let_go(folder: Path, number: int) -> None:
+    """Replace a shard with its receipt. The receipt stands before the shard goes, so that at no
+    instant its samples are unknown."""
+    path = receipt_path(folder, number)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, _receipt_of(Shard(shard_path(folder, number))))
+    shard_path(folder, number).unlink(missing_ok=True)
+    fsync_folder(shard_path(folder, number).parent)
+    _consumed_path(folder, number).unlink(missing_ok=True)
+
+
+def _receipt_of(shard: Shard) -> bytes:
+    """The shard's file without what takes room."""
+    entries, checksums, pieces, end = [], {}, [], 0
+    for name in _KEPT:
+        tensor = shard.tensor(name)
+        data = bytes_of(tensor)
+        entries.append(TensorEntry(name, tensor.dtype, tuple(tensor.shape), end, end + len(data)))
+        checksums[name] = checksum.of(data)
+        pieces.append(data)
+        end += len(data)
+    header = build_header(entries, shard.spec, checksums, shard.num_samples)
+    assert len(header) == HEADER_BYTES
+    return b"".join([header, *pieces])
+
+
+def _consumed_path(folder: Path, number: int) -> Path:
+    return folder / STREAM_FOLDER / _CONSUMED_FOLDER / f"{number:05d}"
