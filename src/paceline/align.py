@@ -49,7 +49,8 @@ def select_vocabulary(
     else:
         rank = counts[:num_real_tokens].astype(np.float64)
         rank[list(always)] = np.inf
-        # A stable sort of the negated counts: by count, then by id; unused ids come last, lowest first.
+        # A stable sort of the negated counts: by count, then by id; unused ids come last, the
+        # lowest first.
         chosen = np.argsort(-rank, kind="stable")[:draft_vocab_size]
     total = counts.sum()
     return Selection(
@@ -115,8 +116,9 @@ def _check_size(size: int, num_real: int, vocab_size: int, num_always: int) -> N
         )
     if num_real < size < vocab_size:
         raise VocabularyError(
-            f"draft_vocab_size {size} lies between the tokenizer's {num_real} real ids and the logit "
-            f"width {vocab_size}: take at most {num_real}, or {vocab_size} for a full vocabulary"
+            f"draft_vocab_size {size} lies between the tokenizer's {num_real} real ids and the "
+            f"logit width {vocab_size}: take at most {num_real}, or {vocab_size} for a full "
+            "vocabulary"
         )
     if size < num_always:
         raise VocabularyError(

@@ -30,8 +30,6 @@ HELDOUT_SPLIT = "heldout"
 TOKEN_DTYPE = np.dtype(np.int32)
 MASK_DTYPE = np.dtype(np.bool_)
 
-# Why a forward or backward pass never sees a row past the last supervised position but one:
-# the draft step at row p is supervised by the teacher at p + 1 (DESIGN: draft step).
 ACCEPTANCE_DEFINITION = (
     "acceptance length = 1 + accepted draft tokens / verify steps, pooled over all conversations; "
     "the bonus token is counted, the prefill token is not; range 1 to K + 1 for a chain of K"

@@ -18,7 +18,7 @@ VOCABULARY_FILE = "vocab.npz"
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """d2t int64 [W]: offsets, target id = draft id + d2t[draft id]. t2d bool [V]: ids it can say."""
+    """d2t int64 [W]: offsets, target id = draft id + d2t[draft id]; t2d bool [V]: ids it says."""
 
     d2t: np.ndarray
     t2d: np.ndarray

@@ -64,6 +64,21 @@ class MLP(nn.Module):
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
+# Names inside a layer that llama-style targets, drafts and servers' checkpoints share.
+LLAMA_LAYER_NAMES = (
+    "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight",
+    "self_attn.v_proj.weight",
+    "self_attn.o_proj.weight",
+    "self_attn.q_norm.weight",
+    "self_attn.k_norm.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+    "post_attention_layernorm.weight",
+)
+
+
 class DraftLayer(nn.Module):
     """One decoder layer. The first reads [norm(embedding), norm(state)]; the residual is the
     un-normed state (the normed one where `norm_before_residual`). Later ones read norm(state), as

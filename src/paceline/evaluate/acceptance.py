@@ -47,6 +47,12 @@ class Counts:
         self.accepted += accepted
         self.per_position[:accepted] += 1
 
+    def add(self, other: "Counts") -> None:
+        self.verify_steps += other.verify_steps
+        self.accepted += other.accepted
+        self.per_position += other.per_position
+        self.left_out += other.left_out
+
 
 def walk(answers: Iterable[Answer], num_draft_tokens: int) -> Counts:
     """Walk one conversation's answers with chains of K: the next point is accepted + 1 further.

@@ -20,8 +20,8 @@ def spans_of(sample: StoredSample) -> list[Span]:
 
 def draft_answers(
     draft: Draft, store: Store, groups: Iterator[list[int]], longest: int
-) -> Iterator[tuple[int, list[Answer]]]:
-    """For each sample of each group: its store index and its answers as the draft walks them."""
+) -> Iterator[tuple[StoredSample, list[Answer]]]:
+    """Each sample of each group of store indices, with its answers as the draft walks them."""
     device, dtype = draft.fc.weight.device, draft.fc.weight.dtype
     for group in groups:
         samples = [store.read(i) for i in group]
@@ -30,10 +30,11 @@ def draft_answers(
         known = _known_after_rows(samples, spans).to(device)
         match = match_lengths(draft, batch, known, longest).cpu().numpy()
         start = 0
-        for index, sample, of_sample in zip(group, samples, spans, strict=True):
+        for sample, of_sample in zip(samples, spans, strict=True):
             # A point after token t is drafted from row t - 1.
             rows = [slice(start + s.first - 1, start + s.end - 1) for s in of_sample]
-            yield index, [Answer(match[r], s.known()) for r, s in zip(rows, of_sample, strict=True)]
+            answers = zip(rows, of_sample, strict=True)
+            yield sample, [Answer(match[r], span.known()) for r, span in answers]
             start += len(sample.aux)
 
 

@@ -1,7 +1,7 @@
 """The `evaluate` stage: acceptance length of a draft, server-free or in real decoding."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from paceline.forms.source import open_draft
 from paceline.progress import progress_bar
 from paceline.recipe import EvaluateOptions
 from paceline.store import Store, StoredSample
+from paceline.store.packing import cut
 from paceline.target.model import load_model
 from paceline.target.spec import Target, open_target
 
@@ -102,11 +103,7 @@ class _Walks:
             self.found[conversation] = counts
             return
         for k, more in counts.items():
-            known = self.found[conversation][k]
-            known.verify_steps += more.verify_steps
-            known.accepted += more.accepted
-            known.per_position += more.per_position
-            known.left_out += more.left_out
+            self.found[conversation][k].add(more)
 
     def table(self, options: EvaluateOptions) -> dict[str, Any]:
         per_length = {k: [counts[k] for counts in self.found.values()] for k in self.lengths}
@@ -116,16 +113,16 @@ class _Walks:
 def _chain(options: EvaluateOptions, draft: Draft, target: Target) -> dict[str, Any]:
     store = Store(options.store)
     _check_store(store, draft, target)
-    chosen = store.split(options.split)[: options.limit].tolist()
-    if not chosen:
+    chosen = store.split(options.split)[: options.limit]
+    if not len(chosen):
         raise EvaluationError(f"{store.folder} has no samples of split {options.split!r}")
     longest = max(options.num_draft_tokens)
     methods = {"draft": _Walks(options.num_draft_tokens, {}, {})}
     baselines = _baselines(store, target, longest) if options.baselines else {}
     methods |= {name: _Walks(options.num_draft_tokens, {}, {}) for name in baselines}
     with progress_bar("evaluate", len(chosen), "sample") as bar:
-        for index, answers in draft_answers(draft, store, _groups(store, chosen), longest):
-            sample = store.read(index)
+        groups = cut(chosen, store.records.num_tokens, _GROUP_TOKENS)
+        for sample, answers in draft_answers(draft, store, groups, longest):
             _add(methods["draft"], sample, answers)
             for name, answers_of in baselines.items():
                 _add(methods[name], sample, answers_of(sample))
@@ -163,32 +160,15 @@ def _baselines(
     return {"bigram": by_bigram, "prompt_lookup": by_prompt_lookup}
 
 
-def _groups(store: Store, chosen: list[int]) -> Iterator[list[int]]:
-    group, room = [], _GROUP_TOKENS
-    for index in chosen:
-        tokens = int(store.records.num_tokens[index])
-        if group and tokens > room:
-            yield group
-            group, room = [], _GROUP_TOKENS
-        group.append(index)
-        room -= tokens
-    if group:
-        yield group
-
-
 def _check_store(store: Store, draft: Draft, target: Target) -> None:
     if store.spec.layers.aux != draft.config.aux_layers:
         raise FingerprintMismatch(
             f"{store.folder} holds layers {list(store.spec.layers.aux)}, the draft reads "
             f"{list(draft.config.aux_layers)}: extract those layers"
         )
-    made_by = store.manifest.inputs["target"]["fingerprint"]
-    wrong = [part for part, value in made_by.items() if target.fingerprints.get(part) != value]
-    if wrong:
-        raise FingerprintMismatch(
-            f"{store.folder} holds states of another target than the draft's: "
-            f"{', '.join(wrong)} differ"
-        )
+    target.check_made_by(
+        store.manifest.inputs["target"]["fingerprint"], f"{store.folder} holds states of"
+    )
 
 
 def _decode(options: EvaluateOptions, draft: Draft, target: Target) -> dict[str, Any]:

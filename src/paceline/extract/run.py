@@ -13,7 +13,7 @@ from paceline.artefact import StageFolder, describe_input, open_stage, write_jso
 from paceline.contracts import Accounting, LayerPlan, TokenSample
 from paceline.dataset import TokenDataset
 from paceline.device import choose_device, choose_dtype, dtype_name
-from paceline.errors import DiskFullError, EngineError, FingerprintMismatch, UsageError
+from paceline.errors import DiskFullError, EngineError, UsageError
 from paceline.extract.engine import Engine, open_engine
 from paceline.extract.guards import Guards
 from paceline.extract.probe import choose_prompts, run_probe
@@ -43,7 +43,12 @@ def run(options: ExtractOptions) -> dict[str, Any]:
         raise UsageError("extract: pass `data` (a folder of `prepare`) and `out`")
     data = TokenDataset(options.data)
     target = open_target(options, data.manifest.result["target"])
-    _check_same_target(data, target)
+    # The data were rendered and tokenised for one target; states of another would be nonsense.
+    target.check_made_by(
+        data.manifest.inputs["target"]["fingerprint"],
+        f"{data.folder} was prepared for",
+        "Run `paceline prepare` with this target.",
+    )
     plan = plan_layers(options.layers, target.num_layers, options.layer_convention)
     inputs = {
         "data": describe_input(options.data, data.manifest),
@@ -91,17 +96,6 @@ def _extract(
             finally:
                 engine.close()
     return _finish(options, stage, data, target, spec, accounting, start)
-
-
-def _check_same_target(data: TokenDataset, target: Target) -> None:
-    """The data were rendered and tokenised for one target; states of another would be nonsense."""
-    made_for = data.manifest.inputs["target"]["fingerprint"]
-    wrong = [part for part, value in made_for.items() if target.fingerprints.get(part) != value]
-    if wrong:
-        raise FingerprintMismatch(
-            f"{data.folder} was prepared for another target: {', '.join(wrong)} differ from those "
-            f"of {target.reference.target}. Run `paceline prepare` with this target."
-        )
 
 
 def _usable_samples(data: TokenDataset, target: Target) -> tuple[list[TokenSample], Accounting]:

@@ -5,6 +5,7 @@
 
 import re
 
+from paceline.draft.model import LLAMA_LAYER_NAMES
 from paceline.errors import ExportError
 
 FORM_NAMES = VLLM, SPECULATORS, SGLANG = ("vllm", "speculators", "sglang")
@@ -23,23 +24,9 @@ _AROUND_THE_LAYERS: Pairs = (
     ("t2d", "t2d"),
 )
 
-# Same names inside a layer on both sides.
-_INSIDE_A_LAYER = (
-    "post_attention_layernorm.weight",
-    "self_attn.q_proj.weight",
-    "self_attn.k_proj.weight",
-    "self_attn.v_proj.weight",
-    "self_attn.o_proj.weight",
-    "self_attn.q_norm.weight",
-    "self_attn.k_norm.weight",
-    "mlp.gate_proj.weight",
-    "mlp.up_proj.weight",
-    "mlp.down_proj.weight",
-)
-
 
 def _layer(ours: str, theirs: str, *norms: tuple[str, str]) -> Pairs:
-    inside = ((part, part) for part in _INSIDE_A_LAYER)
+    inside = ((part, part) for part in LLAMA_LAYER_NAMES)
     return tuple((f"{ours}.{a}", f"{theirs}.{b}") for a, b in (*norms, *inside))
 
 

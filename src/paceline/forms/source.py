@@ -11,7 +11,7 @@ from paceline.artefact import Manifest, describe_input, load_finished
 from paceline.contracts import MANIFEST_NAME
 from paceline.draft.checkpoint import load_draft
 from paceline.draft.model import Draft
-from paceline.errors import FingerprintMismatch, UsageError
+from paceline.errors import UsageError
 from paceline.forms.load import CONFIG_FILE, load_exported
 from paceline.target.spec import Target
 
@@ -44,13 +44,9 @@ class DraftSource:
         """Raises FingerprintMismatch for another target than the draft was trained on."""
         if self.trained is None:
             return
-        made_on = self.trained.inputs["target"]["fingerprint"]
-        wrong = [part for part, value in made_on.items() if target.fingerprints.get(part) != value]
-        if wrong:
-            raise FingerprintMismatch(
-                f"{self.folder} was trained on another target: {', '.join(wrong)} differ from "
-                f"those of {target.reference.target}"
-            )
+        target.check_made_by(
+            self.trained.inputs["target"]["fingerprint"], f"{self.folder} was trained on"
+        )
 
     def load(self, target: Target, dtype: torch.dtype = torch.float32) -> Draft:
         """The draft with the target's embedding, in eval mode."""

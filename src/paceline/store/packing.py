@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from paceline.store.index import Records
 from paceline.store.reader import Store
 
 # Blocks of neighbouring samples are shuffled over the whole store, then single samples within a
@@ -35,16 +34,19 @@ def iterate_packed(
     """
     order = shuffled(store.split(split), seed, epoch)
     order = order[store.records.num_supervised[order] > 0]
-    for number, batch in enumerate(cut(order, store.records, max_tokens)):
+    for number, batch in enumerate(cut(order, store.records.num_tokens, max_tokens)):
         if number >= start and number % world_size == rank:
             yield batch
 
 
-def cut(order: np.ndarray, records: Records, max_tokens: int) -> Iterator[list[int]]:
-    """Cut samples, in order, into batches of at most `max_tokens` tokens."""
+def cut(order: np.ndarray, sizes: np.ndarray, max_tokens: int) -> Iterator[list[int]]:
+    """Cut samples, in order, into batches of at most `max_tokens` tokens (a longer sample alone).
+
+    order: int64 sample indices; sizes: the tokens of every sample of the store.
+    """
     batch: list[int] = []
     num_tokens = 0
-    for index, tokens in zip(order.tolist(), records.num_tokens[order].tolist(), strict=True):
+    for index, tokens in zip(order.tolist(), sizes[order].tolist(), strict=True):
         if batch and num_tokens + tokens > max_tokens:
             yield batch
             batch, num_tokens = [], 0

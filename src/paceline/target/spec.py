@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from paceline import fingerprint
-from paceline.errors import TargetError
+from paceline.errors import FingerprintMismatch, TargetError
 from paceline.recipe import TargetOptions
 from paceline.target.resolve import resolve
 from paceline.target.weights import Weights
@@ -107,6 +107,18 @@ class Target:
             "weights": self.weights.fingerprint(),
             "tokenizer": fingerprint.of_files(tokenizer_files),
         }
+
+    def check_made_by(self, made_by: dict[str, str], what: str, remedy: str = "") -> None:
+        """Refuses what another target made. made_by: the fingerprints that its manifest recorded.
+
+        Raises FingerprintMismatch, which names the parts that differ and ends with `remedy`.
+        """
+        wrong = [part for part, value in made_by.items() if self.fingerprints.get(part) != value]
+        if wrong:
+            raise FingerprintMismatch(
+                f"{what} another target: {', '.join(wrong)} differ from those of "
+                f"{self.reference.target}. {remedy}".rstrip()
+            )
 
     def describe_input(self) -> dict[str, Any]:
         """The target as an entry of a manifest's `inputs`."""

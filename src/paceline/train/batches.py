@@ -7,7 +7,7 @@ from itertools import count
 
 import numpy as np
 
-from paceline.store.packing import shuffled
+from paceline.store.packing import cut, shuffled
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,7 @@ class StepPlan:
 
     def micro_batches(self, samples: list[int], max_tokens: int) -> list[list[int]]:
         """A step's samples in groups of at most max_tokens tokens (a longer sample goes alone)."""
-        groups: list[list[int]] = []
-        room = 0
-        for sample in samples:
-            needed = int(self.num_tokens[sample])
-            if not groups or needed > room:
-                groups.append([])
-                room = max_tokens
-            groups[-1].append(sample)
-            room -= needed
-        return groups
+        return list(cut(np.array(samples, np.int64), self.num_tokens, max_tokens))
 
     def _order(self) -> Iterator[int]:
         for epoch in count():

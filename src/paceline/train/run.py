@@ -11,6 +11,7 @@ import torch
 
 from paceline import fingerprint
 from paceline.artefact import StageFolder, describe_input, load_finished, open_stage
+from paceline.contracts import HELDOUT_SPLIT, TRAIN_SPLIT
 from paceline.device import choose_device, choose_dtype, dtype_name
 from paceline.draft.checkpoint import WEIGHTS_FILE, save_draft
 from paceline.draft.config import draft_config
@@ -19,6 +20,7 @@ from paceline.errors import FingerprintMismatch, TrainingError, UsageError
 from paceline.forms.source import open_draft
 from paceline.progress import progress_bar
 from paceline.recipe import TrainOptions
+from paceline.runlog import LOG_FILE
 from paceline.store import Store
 from paceline.target.model import TeacherHead
 from paceline.target.spec import Target, open_target
@@ -31,7 +33,6 @@ from paceline.vocab import DraftVocabulary, load_vocabulary
 
 logger = logging.getLogger(__name__)
 
-LOG_FILE = "log.jsonl"
 _AUX_RMS_SAMPLES = 32
 
 
@@ -48,7 +49,9 @@ def run(options: TrainOptions) -> dict[str, Any]:
         )
     store = Store(options.store)
     target = open_target(options, store.manifest.result["target"])
-    check_store_target(store, target)
+    target.check_made_by(
+        store.manifest.inputs["target"]["fingerprint"], f"{store.folder} holds states of"
+    )
     inputs = {
         "store": describe_input(options.store, store.manifest),
         "target": target.describe_input(),
@@ -75,17 +78,6 @@ def _vocabulary(folder: str, target: Target) -> DraftVocabulary:
             f"{target.vocab_size}: run `paceline align` on this target's data"
         )
     return vocabulary
-
-
-def check_store_target(store: Store, target: Target) -> None:
-    """The states must be this target's. Raises FingerprintMismatch that names what differs."""
-    made_by = store.manifest.inputs["target"]["fingerprint"]
-    wrong = [part for part, value in made_by.items() if target.fingerprints.get(part) != value]
-    if wrong:
-        raise FingerprintMismatch(
-            f"{store.folder} holds states of another target: {', '.join(wrong)} differ from those "
-            f"of {target.reference.target}"
-        )
 
 
 def _train(
@@ -120,7 +112,7 @@ def _train(
         device,
         sum(p.numel() for p in trainer.optimiser.masters.values()) / 1e6,
     )
-    heldout = store.split("heldout").tolist()
+    heldout = store.split(HELDOUT_SPLIT).tolist()
     _loop(trainer, stage.path, start, heldout)
     final = trainer.heldout(heldout)
     draft = _float32_draft(trainer)
@@ -183,7 +175,7 @@ def _build(
 
 
 def _train_samples(store: Store) -> np.ndarray:
-    samples = store.split("train")
+    samples = store.split(TRAIN_SPLIT)
     samples = samples[store.records.num_supervised[samples] > 0]
     if not len(samples):
         raise TrainingError(f"{store.folder} has no sample of the training split to learn from")

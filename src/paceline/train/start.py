@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from paceline.draft.config import DraftConfig
-from paceline.draft.model import Draft, DraftLayer
+from paceline.draft.model import LLAMA_LAYER_NAMES, Draft, DraftLayer
 from paceline.errors import FingerprintMismatch
 from paceline.forms.source import DraftSource
 from paceline.store import Store
@@ -21,20 +21,6 @@ from paceline.vocab import DraftVocabulary
 logger = logging.getLogger(__name__)
 
 _RANDOM_STD = 0.02
-
-# Draft tensors of the first layer that have a twin in a llama-style target layer.
-_LAYER_TWINS = (
-    "self_attn.q_proj.weight",
-    "self_attn.k_proj.weight",
-    "self_attn.v_proj.weight",
-    "self_attn.o_proj.weight",
-    "self_attn.q_norm.weight",
-    "self_attn.k_norm.weight",
-    "mlp.gate_proj.weight",
-    "mlp.up_proj.weight",
-    "mlp.down_proj.weight",
-    "post_attention_layernorm.weight",
-)
 
 
 def earlier_draft(source: DraftSource, target: Target, store: Store) -> Draft:
@@ -110,7 +96,7 @@ def _copy_last_layer(layer: DraftLayer, target: Target, scale: float) -> None:
     """
     theirs = target.layer_tensors(target.num_layers - 1)
     ours = dict(layer.named_parameters())
-    wanted = [name for name in _LAYER_TWINS if name in ours]
+    wanted = [name for name in LLAMA_LAYER_NAMES if name in ours]
     width = layer.input_layernorm.weight.numel()
     if any(
         name not in theirs or theirs[name].shape != _state_half(name, ours[name], width).shape
