@@ -432,6 +432,41 @@ class RunOptions(Options):
     )
 
 
+class PlanOptions(RunOptions):
+    """`plan`: bytes, files, minutes and memory of a recipe, before anything is spent."""
+
+    out: str = opt("", "File for the plan; left out: `plan.json` inside `run_dir`.")
+    measure: bool = opt(False, "Run each costly stage on a few samples here, for its real rate.")
+    measure_tokens: int = opt(8192, "Tokens that the measured run extracts.", ge=64)
+    measure_steps: int = opt(24, "Optimiser steps that the measured run makes.", ge=8)
+    sample_rows: int = opt(1000, "Rows of the data that are read closely.", ge=1)
+    rows: int | None = opt(None, "Assume so many conversations in place of reading data.", ge=1)
+    tokens_per_row: int = opt(1024, "Tokens of each, where `rows` are assumed.", ge=4)
+    supervised_share: Share = opt(0.5, "Supervised share of them, where `rows` are assumed.")
+    answer_tokens: int | None = opt(
+        None,
+        "Mean length of the answers that `generate` will write; None: as measured, else the "
+        "longest that it allows.",
+        ge=1,
+    )
+    flops: float | None = opt(
+        None,
+        "Arithmetic of one device, FLOP per second of large matrix products; None: timed here.",
+        gt=0,
+    )
+    devices: int = opt(1, "Devices that share the work of extraction and training.", ge=1)
+    device: Literal["auto", "cpu", "cuda"] = opt(
+        "auto", "What the stages will run on; auto: what this machine has."
+    )
+    price_per_hour: float | None = opt(None, "Price of one device for one hour.", ge=0)
+
+
+class DoctorOptions(Options):
+    """`doctor`: what is installed, which engines work, which devices and how much disk there is."""
+
+    folder: str = opt(".", "Folder whose disk is looked at.", positional=True)
+
+
 def build(model: type[Options], values: dict[str, Any], where: str = "options") -> Any:
     """Validate options; all problems are told in one UsageError, by name."""
     try:
