@@ -15,15 +15,8 @@ from typing import Any
 
 from paceline.artefact import COMPLETE, load_manifest, write_json
 from paceline.errors import UsageError
-from paceline.recipe import (
-    Recipe,
-    RunOptions,
-    StageOptions,
-    TargetOptions,
-    build,
-    load_recipe,
-    override_recipe,
-)
+from paceline.recipe import RunOptions
+from paceline.stages import plan_stages, recipe_of
 from paceline.verbs import make_callable
 
 logger = logging.getLogger(__name__)
@@ -39,12 +32,7 @@ def run(options: RunOptions) -> dict[str, Any]:
     seconds are those of this run. Raises whatever the stage that failed raises; the stages before
     it are finished, and the same call goes on.
     """
-    if isinstance(options.recipe, Recipe):
-        recipe = override_recipe(options.recipe, options.overrides)
-    elif options.recipe:
-        recipe = load_recipe(options.recipe, options.overrides)
-    else:
-        raise UsageError("run: pass `recipe`, a YAML file; docs/run.md shows one")
+    recipe = recipe_of(options)
     planned = plan_stages(recipe)
     folder = Path(recipe.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -62,46 +50,6 @@ def run(options: RunOptions) -> dict[str, Any]:
             "result": result,
         }
     return {"run_dir": str(folder), "stages": stages, "page": stages["report"]["result"]["page"]}
-
-
-def plan_stages(recipe: Recipe) -> dict[str, StageOptions]:
-    """Each stage's options with its folders and target filled in, in the order of the work.
-
-    What the recipe says itself stays as it is.
-    """
-    if not recipe.target:
-        raise UsageError("recipe: no `target`: a folder, a Hub id or pkg:PACKAGE/FILE")
-    if recipe.generate and recipe.prepare.data:
-        raise UsageError(
-            "recipe: `generate` and `prepare.data` are both given. With `generate`, prepare reads "
-            "the answers: name the conversations as `generate.data`."
-        )
-    folder = Path(recipe.run_dir)
-    at = lambda stage: str(folder / stage)
-    links: dict[str, dict[str, Any]] = {
-        "generate": {},
-        "prepare": {"data": [at("generate")]} if recipe.generate else {},
-        "extract": {"data": at("prepare")},
-        "align": {"data": at("prepare")},
-        "train": {"store": at("extract"), "vocab": at("align")},
-        "evaluate": {"draft": at("train"), "store": at("extract"), "data": at("prepare")},
-        "export": {"draft": at("train"), "evaluate": at("evaluate")},
-        "report": {"run_dir": str(folder)},
-    }
-    planned = {}
-    for stage, inputs in links.items():
-        given: StageOptions | None = getattr(recipe, stage)
-        if given is not None:
-            planned[stage] = _filled(recipe, given, {"out": at(stage), **inputs})
-    return planned
-
-
-def _filled(recipe: Recipe, given: StageOptions, links: dict[str, Any]) -> StageOptions:
-    values = given.model_dump()
-    if isinstance(given, TargetOptions) and not given.target:
-        links |= {name: getattr(recipe, name) for name in TargetOptions.model_fields}
-    values.update({name: link for name, link in links.items() if not values[name]})
-    return build(type(given), values, where="recipe")
 
 
 class Measured:

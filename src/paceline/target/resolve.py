@@ -14,11 +14,12 @@ from paceline.errors import TargetError
 _PACKAGE_PREFIX = "pkg:"
 
 
-def resolve(reference: str, revision: str | None = None) -> Path:
+def resolve(reference: str, revision: str | None = None, with_weights: bool = True) -> Path:
     """A local folder with config, weights and tokenizer for a target reference.
 
     `reference`: a folder, a `.gguf` file, `pkg:PACKAGE/FILE` inside an installed package, or a
-    Hugging Face id (fetched by huggingface_hub). A GGUF file is dequantised once into the cache.
+    Hugging Face id (fetched by huggingface_hub; without its weights where `with_weights` is
+    false). A GGUF file is dequantised once into the cache.
     Raises TargetError that says what was looked for.
     """
     if not reference:
@@ -35,7 +36,7 @@ def resolve(reference: str, revision: str | None = None) -> Path:
         return path.resolve()
     if reference.startswith((_PACKAGE_PREFIX, ".", "/", "~")) or reference.count("/") != 1:
         raise TargetError(f"target {reference!r}: no such folder or .gguf file")
-    return _from_hub(reference, revision)
+    return _from_hub(reference, revision, with_weights)
 
 
 def cache_folder() -> Path:
@@ -58,10 +59,12 @@ def _inside_package(reference: str) -> Path:
     return path
 
 
-def _from_hub(model_id: str, revision: str | None) -> Path:
+def _from_hub(model_id: str, revision: str | None, with_weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     skipped = ["*.pth", "*.gguf", "original/*", "*.msgpack", "*.h5"]
+    if not with_weights:
+        skipped += ["*.safetensors", "*.bin", "*.pt"]
     try:
         return Path(snapshot_download(model_id, revision=revision, ignore_patterns=skipped))
     except Exception as error:  # the hub client has no common base class for its errors

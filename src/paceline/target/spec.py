@@ -28,9 +28,10 @@ class TargetReference:
 class Target:
     """A target model on disk. Nothing heavy is loaded until asked for."""
 
-    def __init__(self, reference: TargetReference) -> None:
+    def __init__(self, reference: TargetReference, with_weights: bool = True) -> None:
+        """with_weights: false for work that needs none, so that none are fetched."""
         self.reference = reference
-        self.folder: Path = resolve(reference.target, reference.revision)
+        self.folder: Path = resolve(reference.target, reference.revision, with_weights)
 
     @cached_property
     def config(self) -> PretrainedConfig:
