@@ -163,7 +163,9 @@ def open_index(folder: Path, keep: bool = True) -> Index:
 
 def _load(path: Path, folder: Path, numbers: list[int]) -> Index:
     file = MappedTensors(path)
-    if (file.metadata.get("format"), file.metadata.get("version")) != (_FORMAT, str(_VERSION)):
+    found = file.metadata.get("format"), file.metadata.get("version")
+    # The first stores had an index of this version without the last two.
+    if found != (_FORMAT, str(_VERSION)) or not {"spec", "content"} <= file.metadata.keys():
         raise StoreCorruption(f"{path} is of another version")
     file.verify()
     columns = {name: file.tensor(name).numpy() for name in file.entries if name != _TABLES}

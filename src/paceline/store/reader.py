@@ -12,6 +12,7 @@ from paceline.artefact import COMPLETE, Manifest, load_finished, load_manifest
 from paceline.contracts import SampleRecord
 from paceline.errors import StoreCorruption, StoreError
 from paceline.store.codecs import codec_of
+from paceline.store.encoded import EncodedSample, read_encoded, state_parts
 from paceline.store.files import (
     receipt_numbers,
     receipt_path,
@@ -80,23 +81,20 @@ class ShardReader:
         self, record: SampleRecord, kind: str, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """One sample's states, `aux` or `last`, decoded (into `out` where it is given)."""
-        shard, shape = self.shard(record.shard), self.row_shape(kind)
+        shard = self.shard(record.shard)
+        parts = state_parts(shard, self.codec, kind, record.position)
         column = 1 if kind == "aux" else 2
         start, stop = shard.offsets[record.position : record.position + 2, column].tolist()
-        parts = []
-        for part in self.codec.parts(shape):
-            name = kind + part.suffix
-            if part.row_shape is None:
-                ends = shard.tensor(f"{name}.offsets")[record.position : record.position + 2]
-                parts.append(shard.rows(name, *ends.tolist()))
-            else:
-                parts.append(shard.rows(name, start, stop))
-        return self.codec.decode(parts, (stop - start, *shape), out)
+        return self.codec.decode(parts, (stop - start, *self.row_shape(kind)), out)
+
+    def read_encoded(self, index: int) -> EncodedSample:
+        """One sample as its shard keeps it, by its index in `records`."""
+        record = self.records[index]
+        return read_encoded(self.shard(record.shard), self.codec, record.position)
 
     def row_shape(self, kind: str) -> tuple[int, ...]:
         """Shape of one row of `aux` (A, D) or `last` (D,)."""
-        width = (self.spec.hidden_size,)
-        return (self.spec.num_aux, *width) if kind == "aux" else width
+        return self.spec.row_shape(kind)
 
     def close_shard(self, number: int) -> None:
         """Forget an open shard; its space is free once it is removed and no view is left."""

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.errors import StoreCorruption
+from paceline.errors import StoreCorruption, StoreError
 from paceline.store import checksum
 from paceline.store.spec import StoreSpec
 
@@ -241,5 +241,18 @@ class Shard(MappedTensors):
     @cached_property
     def columns(self) -> dict[str, list[Any]]:
         """What the samples are: sample_id, conversation_id, source, split (strings) and finished
-        (true, false or null), each a list of S."""
+        (true, false or null), each a list of S.
+
+        Raises StoreError for a shard of the first stores, which have no `finished`.
+        """
+        columns = self.stored_columns()
+        if "finished" not in columns:
+            raise StoreError(
+                f"{self.path} is of an early form of shards: bring its folder up to date with "
+                "`paceline upgrade-store`"
+            )
+        return columns
+
+    def stored_columns(self) -> dict[str, list[Any]]:
+        """The columns as they were written, of early shards too."""
         return json.loads(bytes(bytes_of(self.tensor("samples"))))

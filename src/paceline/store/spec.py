@@ -56,6 +56,10 @@ class StoreSpec:
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
+    def row_shape(self, kind: str) -> tuple[int, ...]:
+        """Shape of one row of `aux` (A, D) or `last` (D,)."""
+        return (self.num_aux, self.hidden_size) if kind == "aux" else (self.hidden_size,)
+
     def sample_bytes(self, sample: TokenSample) -> int:
         """Bytes that a sample takes in a shard of codec `raw`, its index entry included."""
         states = sample.num_aux_rows * self.num_aux + sample.num_supervised

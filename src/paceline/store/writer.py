@@ -13,10 +13,11 @@ import torch
 
 from paceline.artefact import differences
 from paceline.contracts import TokenSample
-from paceline.errors import StoreError
+from paceline.errors import StoreCorruption, StoreError
 from paceline.store import checksum
 from paceline.store.budget import claim_of
 from paceline.store.codecs import Codec, codec_of
+from paceline.store.encoded import STATE_KINDS, EncodedSample
 from paceline.store.files import AsideFile, shard_numbers, shard_path
 from paceline.store.shard import HEADER_BYTES, Shard, TensorEntry, build_header, bytes_of
 from paceline.store.spec import StoreSpec
@@ -68,14 +69,30 @@ class ShardWriter:
         """
         self._check(sample, aux, last)
         states = {"aux": aux[: sample.num_aux_rows], "last": last}
-        encoded = {name: self._codec.encode(value) for name, value in states.items()}
+        self._keep(sample, {name: self._codec.encode(value) for name, value in states.items()})
+
+    def add_encoded(self, stored: EncodedSample) -> None:
+        """Store a sample of another shard of the same layers, width, dtype and codec, bit by bit.
+
+        Raises StoreError where it was stored already, StoreCorruption where it is not what its
+        checksum says; both name the sample.
+        """
+        self._refuse([], stored.sample)
+        self._keep(stored.sample, stored.parts, stored.checksum)
+
+    def _keep(
+        self,
+        sample: TokenSample,
+        encoded: dict[str, list[torch.Tensor]],
+        expected: bytes | None = None,
+    ) -> None:
         num_bytes = _most_bytes(sample, encoded)
         if self._shard and self._shard.num_bytes + num_bytes > self.spec.shard_bytes:
             self._publish()
         if self._shard is None:
             self._shard = _ShardInWork(self._claim(), self.spec, self._codec)
         try:
-            self._shard.add(sample, encoded)
+            self._shard.add(sample, encoded, expected)
         except BaseException:
             self.discard()
             raise
@@ -163,6 +180,9 @@ class ShardWriter:
             problems.append(
                 f"last has {len(last)} rows, {sample.num_supervised} tokens are supervised"
             )
+        self._refuse(problems, sample)
+
+    def _refuse(self, problems: list[str], sample: TokenSample) -> None:
         if sample.sample_id in self._seen:
             problems.append("it was stored already")
         if problems:
@@ -191,17 +211,29 @@ class _ShardInWork:
         self._streamed_hash = checksum.new()
         self._file = file
 
-    def add(self, sample: TokenSample, encoded: dict[str, list[torch.Tensor]]) -> None:
+    def add(
+        self,
+        sample: TokenSample,
+        encoded: dict[str, list[torch.Tensor]],
+        expected: bytes | None = None,
+    ) -> None:
+        """expected: the sample's checksum, where it was stored before."""
+        tokens = {
+            "input_ids": torch.from_numpy(sample.input_ids).clone(),
+            "loss_mask": torch.from_numpy(sample.loss_mask).clone(),
+        }
         digest = checksum.new()
         digest.update(_describe(sample))
-        ids, mask = torch.from_numpy(sample.input_ids), torch.from_numpy(sample.loss_mask)
-        for name, tensor in (("input_ids", ids), ("loss_mask", mask)):
-            tensor = tensor.clone()
+        for tensor in (*tokens.values(), *encoded["aux"], *encoded["last"]):
             digest.update(bytes_of(tensor))
+        if expected not in (None, digest.digest()):
+            raise StoreCorruption(
+                f"sample {sample.sample_id} is not what its checksum says: its shard is damaged"
+            )
+        for name, tensor in tokens.items():
             self._held[name].append(tensor)
-        for kind in ("aux", "last"):
+        for kind in STATE_KINDS:
             for part, tensor in zip(self._parts[kind], encoded[kind], strict=True):
-                digest.update(bytes_of(tensor))
                 self._keep(kind + part.suffix, tensor, part.row_shape is None)
         rows = (sample.num_tokens, sample.num_aux_rows, sample.num_supervised)
         ends = tuple(a + b for a, b in zip(self._offsets[-1], rows, strict=True))
