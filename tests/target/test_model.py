@@ -70,3 +70,7 @@ def test_E10_the_norm_is_applied_once_and_its_gain_counts(tmp_path):
         logits, torch.tensor([1.697, 1.131], dtype=torch.float64), atol=5e-4, rtol=0
     )
     assert int(logits.argmax()) == 0
+    # The same token from a store of normed states: the norm is not applied a second time.
+    normed = TeacherHead(target, torch.float64, is_normed=True)
+    normed.head.weight.data = torch.eye(2, dtype=torch.float64)
+    torch.testing.assert_close(normed(torch.tensor([[1.697, 1.131]]))[0], logits, atol=5e-4, rtol=0)

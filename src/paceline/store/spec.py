@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from paceline.contracts import LayerPlan, TokenSample
+from paceline.contracts import LayerPlan
 from paceline.errors import StoreError
 
 DTYPES = {
@@ -17,8 +17,6 @@ DTYPES = {
 CODEC_NAMES = ("raw", "lossless", "int8", "fp8")
 # Whether `last` stands before the target's final norm (paceline's own always) or after it.
 PRE_NORM, POST_NORM = "pre", "post"
-# An id and a mask byte per token; ids, counts, offsets and checksum of a sample.
-_TOKEN_BYTES, _ENTRY_BYTES = 5, 256
 
 
 @dataclass(frozen=True)
@@ -56,18 +54,14 @@ class StoreSpec:
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
+    @property
+    def last_is_normed(self) -> bool:
+        """The last states have been through the target's final norm."""
+        return self.last_norm == POST_NORM
+
     def row_shape(self, kind: str) -> tuple[int, ...]:
         """Shape of one row of `aux` (A, D) or `last` (D,)."""
         return (self.num_aux, self.hidden_size) if kind == "aux" else (self.hidden_size,)
-
-    def sample_bytes(self, sample: TokenSample) -> int:
-        """Bytes that a sample takes in a shard of codec `raw`, its index entry included."""
-        states = sample.num_aux_rows * self.num_aux + sample.num_supervised
-        return (
-            states * self.hidden_size * self.torch_dtype.itemsize
-            + sample.num_tokens * _TOKEN_BYTES
-            + _ENTRY_BYTES
-        )
 
     def identity(self) -> dict[str, Any]:
         """What two stores must share for their samples to be alike."""

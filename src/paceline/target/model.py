@@ -74,7 +74,8 @@ class _Output(BaseModelOutputWithPast):
 
 
 class _NormOnly(nn.Module):
-    """Stands in for the decoder inside the target's own forward: hidden states in, normed out."""
+    """Stands in for the decoder inside the target's own forward: hidden states in, normed out (or
+    as they came, where the norm is the identity)."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -89,7 +90,8 @@ class TeacherHead(nn.Module):
 
     The target's own forward runs with its decoder replaced by its final norm, so that gain
     conventions, scaling, biases and soft-capping are the target's own code. `rows`: the ids whose
-    logits are wanted (a draft vocabulary), None for all. Only the norm and the head are loaded.
+    logits are wanted (a draft vocabulary), None for all. `is_normed`: the states that it is given
+    have been through the norm already (some foreign stores). Only the norm and head are loaded.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class TeacherHead(nn.Module):
         dtype: torch.dtype,
         device: str | torch.device = "cpu",
         rows: torch.Tensor | None = None,
+        is_normed: bool = False,
     ) -> None:
         super().__init__()
         with torch.device("meta"):
@@ -111,7 +114,8 @@ class TeacherHead(nn.Module):
         embedding_name = names[id(shell.get_input_embeddings())]
         _materialise(norm, names[id(norm)], target, dtype)
         _materialise(head, embedding_name if tied else names[id(head)], target, dtype, rows)
-        _replace(shell, names[id(_outermost_base(shell))], _NormOnly(norm))
+        in_place_of_decoder = _NormOnly(nn.Identity() if is_normed else norm)
+        _replace(shell, names[id(_outermost_base(shell))], in_place_of_decoder)
         self.norm = norm
         self.head = head
         self.model = shell.to(device).eval().requires_grad_(False)

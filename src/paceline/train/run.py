@@ -163,7 +163,13 @@ def _build(
         module.to(dtype)
     return Trainer(
         draft=draft.train(),
-        teacher=TeacherHead(target, dtype, device, rows=torch.from_numpy(vocabulary.selected)),
+        teacher=TeacherHead(
+            target,
+            dtype,
+            device,
+            rows=torch.from_numpy(vocabulary.selected),
+            is_normed=store.spec.last_is_normed,
+        ),
         optimiser=MasterAdamW(draft, options),
         store=store,
         plan=plan,
