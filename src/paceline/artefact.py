@@ -39,7 +39,7 @@ class Manifest:
 
     inputs: for each input its path and its fingerprint (a string, or a dict of named parts so
     that a difference can be named). options: those that shape the result. result: the stage's own
-    summary. fingerprint: identifies this folder's content as an input of later stages. checksum:
+    summary (of a running stage what it announced, if anything). fingerprint: identifies this folder's content as an input of later stages. checksum:
     of all other fields, so that a damaged manifest is found; one without it is taken as it is.
     """
 
@@ -117,14 +117,19 @@ def load_manifest(folder: str | Path, stage: str | None = None) -> Manifest:
     if not path.is_file():
         wanted = f"{stage} folder" if stage else "paceline folder"
         raise UsageError(f"{folder} is not a {wanted}: it has no {MANIFEST_NAME}")
+    return parse_manifest(path.read_bytes(), path, stage)
+
+
+def parse_manifest(text: bytes, path: str | Path, stage: str | None = None) -> Manifest:
+    """The manifest that was read from `path`. Raises as load_manifest does."""
     try:
-        manifest = Manifest(**json.loads(path.read_text()))
+        manifest = Manifest(**json.loads(text))
     except (ValueError, TypeError) as error:
         raise UsageError(f"{path} is not a manifest that this paceline reads: {error}") from error
     if manifest.checksum not in (None, _checksum(manifest)):
         raise StoreCorruption(f"{path} does not match its checksum: it was damaged or edited")
     if stage and manifest.stage != stage:
-        raise UsageError(f"{folder} was made by `paceline {manifest.stage}`, not by `{stage}`")
+        raise UsageError(f"{path} was made by `paceline {manifest.stage}`, not by `{stage}`")
     known = SCHEMA_VERSIONS.get(manifest.stage)
     if manifest.schema != known:
         raise UsageError(
@@ -137,11 +142,17 @@ def load_manifest(folder: str | Path, stage: str | None = None) -> Manifest:
 def load_finished(folder: str | Path, stage: str) -> Manifest:
     """Like load_manifest, and the folder must be complete."""
     manifest = load_manifest(folder, stage)
+    require_finished(manifest, folder)
+    return manifest
+
+
+def require_finished(manifest: Manifest, folder: str | Path) -> None:
+    """Raises UsageError for the manifest of a folder whose work is not complete."""
     if manifest.status != COMPLETE:
         raise UsageError(
-            f"{folder} is not finished: run `paceline {stage}` with the same options to go on"
+            f"{folder} is not finished: run `paceline {manifest.stage}` with the same options to "
+            "go on"
         )
-    return manifest
 
 
 class StageFolder:
@@ -159,6 +170,11 @@ class StageFolder:
     @property
     def result(self) -> dict[str, Any]:
         return self.manifest.result
+
+    def announce(self, result: Mapping[str, Any]) -> None:
+        """Say what the folder will hold, for those who read it before it is finished."""
+        self.manifest = replace(self.manifest, result=_plain(result))
+        _save(self.path, self.manifest)
 
     def finish(self, result: Mapping[str, Any], content: str) -> dict[str, Any]:
         """Commit the folder: `content` is the fingerprint of what was written. Returns result."""

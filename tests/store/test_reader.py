@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paceline.contracts import LayerPlan
 from paceline.errors import StoreCorruption, StoreError, UsageError
 from paceline.store import ShardWriter, Store, published_ids
-from paceline.store.index import INDEX_NAME
+from paceline.store.files import INDEX_NAME
 
 from .making import assert_holds, make_sample, make_spec, states_of, write_manifest, write_store
 

@@ -9,11 +9,13 @@ process, so that leftovers of dead runs can be told from files in work.
 import fcntl
 import os
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from paceline.artefact import disk_errors, fsync_folder
 
+INDEX_NAME = "index.safetensors"
 SHARDS_FOLDER = "shards"
 # What is left of shards that were consumed and let go: all but their states.
 RECEIPTS_FOLDER = "receipts"
@@ -51,12 +53,30 @@ def aside_numbers(folder: Path) -> list[int]:
     return _numbers(folder / SHARDS_FOLDER, _ASIDE)
 
 
+def numbered(names: Iterable[str], folder: str) -> dict[int, str]:
+    """Of names relative to a store, those of shards or receipts in `folder`: number -> name."""
+    found = {}
+    for name in names:
+        parent, _, last = name.rpartition("/")
+        if parent == folder and (match := _FINAL.match(last)):
+            found[int(match[1])] = name
+    return dict(sorted(found.items()))
+
+
 def _numbers(folder: Path, pattern: re.Pattern[str]) -> list[int]:
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
         return []
     return sorted(int(match[1]) for name in names if (match := pattern.match(name)))
+
+
+def write_all(descriptor: int, data: memoryview | bytes, offset: int) -> None:
+    """Write all of `data` at a byte offset."""
+    view = memoryview(data)
+    while view:
+        done = os.pwrite(descriptor, view[:_WRITE_BYTES], offset)
+        view, offset = view[done:], offset + done
 
 
 class AsideFile:
@@ -71,11 +91,8 @@ class AsideFile:
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
         """Write all of `data` at a byte offset."""
-        view = memoryview(data)
         with disk_errors(self.path):
-            while view:
-                done = os.pwrite(self._descriptor, view[:_WRITE_BYTES], offset)
-                view, offset = view[done:], offset + done
+            write_all(self._descriptor, data, offset)
 
     def publish(self) -> Path:
         """Make the file durable, then visible, then make its name durable."""

@@ -18,14 +18,13 @@ from paceline import fingerprint
 from paceline.artefact import write_atomically
 from paceline.errors import StoreCorruption, StoreError
 from paceline.store import checksum
-from paceline.store.files import receipt_numbers, receipt_path, shard_numbers, shard_path
 from paceline.store.records import CODED, COUNTS, FINISHED_CODES, TEXTS, Records, id_hash
 from paceline.store.shard import MappedTensors, Shard, TensorEntry, bytes_of, seal_header
+from paceline.store.shelf import Shelf
 from paceline.store.spec import StoreSpec
 
 logger = logging.getLogger(__name__)
 
-INDEX_NAME = "index.safetensors"
 _FORMAT = "paceline-store-index"
 _VERSION = 1
 _HEADER_BYTES = 8192
@@ -134,23 +133,22 @@ def content_of(spec: StoreSpec | None, sample_checksums: np.ndarray) -> str:
     return fingerprint.of_json([shared, fingerprint.of_bytes(in_order.tobytes())])
 
 
-def open_index(folder: Path, keep: bool = True) -> Index:
+def open_index(shelf: Shelf, keep: bool = True) -> Index:
     """The index of a store's published shards, from its file if that is theirs.
 
     keep: write an index that had to be made, if the folder lets us.
     """
-    numbers = shard_numbers(folder)
-    path = folder / INDEX_NAME
+    path = shelf.index_path
     if path.is_file():
         try:
-            return _load(path, folder, numbers)
+            return _load(path, shelf)
         except StoreCorruption as error:
             logger.warning("the index is made again: %s", error)
     builder = IndexBuilder()
-    for number in numbers:
-        builder.add(number, Shard(shard_path(folder, number)))
-    for number in receipt_numbers(folder):
-        builder.add_receipt(Shard(receipt_path(folder, number)))
+    for number in shelf.shard_bytes():
+        builder.add(number, shelf.open(number))
+    for number in shelf.receipt_numbers():
+        builder.add_receipt(shelf.open_receipt(number))
     index = builder.build()
     if keep:
         try:
@@ -161,19 +159,22 @@ def open_index(folder: Path, keep: bool = True) -> Index:
     return index
 
 
-def _load(path: Path, folder: Path, numbers: list[int]) -> Index:
+def _load(path: Path, shelf: Shelf) -> Index:
     file = MappedTensors(path)
-    found = file.metadata.get("format"), file.metadata.get("version")
+    version = file.metadata.get("format"), file.metadata.get("version")
     # The first stores had an index of this version without the last two.
-    if found != (_FORMAT, str(_VERSION)) or not {"spec", "content"} <= file.metadata.keys():
+    if version != (_FORMAT, str(_VERSION)) or not {"spec", "content"} <= file.metadata.keys():
         raise StoreCorruption(f"{path} is of another version")
     file.verify()
     columns = {name: file.tensor(name).numpy() for name in file.entries if name != _TABLES}
-    if columns["shard_numbers"].tolist() != numbers:
-        raise StoreCorruption(f"{path} is of other shards than {folder} has")
-    for number, num_bytes in zip(numbers, columns["shard_bytes"].tolist(), strict=True):
-        if (found := shard_path(folder, number).stat().st_size) != num_bytes:
-            raise StoreCorruption(f"{path}: shard {number} has {found} bytes, it had {num_bytes}")
+    found = shelf.shard_bytes()
+    if columns["shard_numbers"].tolist() != list(found):
+        raise StoreCorruption(f"{path} is of other shards than {shelf.folder} has")
+    for number, num_bytes in zip(found, columns["shard_bytes"].tolist(), strict=True):
+        if found[number] != num_bytes:
+            raise StoreCorruption(
+                f"{path}: shard {number} has {found[number]} bytes, it had {num_bytes}"
+            )
     records = Records(columns, json.loads(bytes(bytes_of(file.tensor(_TABLES)))))
     spec = json.loads(file.metadata["spec"])
     return Index(records, StoreSpec.from_dict(spec) if spec else None, file.metadata["content"])

@@ -1,6 +1,7 @@
 """Reads a store: memory-mapped slices of published shards, decoded when they are asked for."""
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -8,9 +9,10 @@ from threading import Lock
 import numpy as np
 import torch
 
-from paceline.artefact import COMPLETE, Manifest, load_finished, load_manifest
+from paceline.artefact import COMPLETE, Manifest
 from paceline.contracts import SampleRecord
-from paceline.errors import StoreCorruption, StoreError
+from paceline.errors import StoreCorruption, StoreError, StreamError
+from paceline.store.cache import Cache
 from paceline.store.codecs import codec_of
 from paceline.store.encoded import EncodedSample, read_encoded, state_parts
 from paceline.store.files import (
@@ -22,7 +24,9 @@ from paceline.store.files import (
 )
 from paceline.store.index import Index, open_index
 from paceline.store.records import Records
+from paceline.store.remote import open_shelf
 from paceline.store.shard import Shard
+from paceline.store.shelf import LocalShelf, Shelf
 from paceline.store.spec import StoreSpec
 
 # A mapping holds a file descriptor; the usual limit of a process is 1,024 of them.
@@ -49,8 +53,11 @@ class ShardReader:
     """Reads samples out of the published shards of a folder. Opens shards as they are needed;
     safe to use from threads. What `Store` and `Follower` share."""
 
-    def __init__(self, folder: Path, spec: StoreSpec, records: Records) -> None:
+    def __init__(
+        self, folder: Path | str, spec: StoreSpec, records: Records, shelf: Shelf | None = None
+    ) -> None:
         self.folder = folder
+        self.shelf = shelf or LocalShelf(Path(folder))
         self.spec = spec
         self.records = records
         self.codec = codec_of(spec)
@@ -96,6 +103,15 @@ class ShardReader:
         """Shape of one row of `aux` (A, D) or `last` (D,)."""
         return self.spec.row_shape(kind)
 
+    def release(self, num_windows: int) -> None:
+        """See Follower; what is finished stays."""
+
+    def check_writer(self) -> None:
+        """See Follower; what is finished has no writer."""
+
+    def stop(self) -> None:
+        """See Follower; what is finished waits for nothing."""
+
     def close_shard(self, number: int) -> None:
         """Forget an open shard; its space is free once it is removed and no view is left."""
         with self._lock:
@@ -104,10 +120,10 @@ class ShardReader:
     def shard(self, number: int) -> Shard:
         """A published shard, opened once."""
         with self._lock:
-            if number in self._shards:
+            if number in self._shards and not self._shards[number].is_gone():
                 self._shards.move_to_end(number)
                 return self._shards[number]
-            shard = Shard(shard_path(self.folder, number))
+            shard = self.shelf.open(number)
             if shard.header_checksum != self.records.shard_header(number):
                 raise StoreCorruption(f"{shard.path} is another shard than the index knows")
             self._shards[number] = shard
@@ -118,31 +134,51 @@ class ShardReader:
 
 
 class Store(ShardReader):
-    """A folder that `extract` wrote.
+    """A folder that `extract` wrote, or a finished one below a URL (`s3://bucket/store`).
 
     unfinished: also open a folder whose run is not complete; what is published then is the store.
+    cache: where slices of a store below a URL are kept.
     Raises UsageError for a folder that is not a store or not finished, StoreCorruption for damage.
     """
 
-    def __init__(self, folder: str | Path, unfinished: bool = False) -> None:
-        folder = Path(folder)
-        load = load_manifest if unfinished else load_finished
-        self.manifest: Manifest = load(folder, "extract")
-        index = open_index(folder, keep=self.manifest.status == COMPLETE)
-        if self.manifest.status == COMPLETE:
-            _check_content(folder, self.manifest, index)
-        super().__init__(folder, _spec_of(folder, self.manifest, index), index.records)
+    def __init__(
+        self, folder: str | Path, unfinished: bool = False, cache: Cache | None = None
+    ) -> None:
+        shelf = open_shelf(folder, cache)
+        self.manifest: Manifest = shelf.manifest(unfinished)
+        is_complete = self.manifest.status == COMPLETE
+        index = open_index(shelf, keep=is_complete)
+        if is_complete:
+            _check_content(shelf.folder, self.manifest, index)
+        spec = _spec_of(shelf.folder, self.manifest, index)
+        super().__init__(shelf.folder, spec, index.records, shelf)
+
+    def windows(self, split: str) -> Iterator[np.ndarray]:
+        """int64 sample indices of a split, those together that a training may mix: all of them.
+
+        Raises StreamError for a store of which a training from its stream let parts go.
+        """
+        if gone := self.shelf.receipt_numbers():
+            raise StreamError(
+                f"{self.folder} is not whole: {len(gone)} of its shards were let go after a "
+                "training had read them. Run `paceline extract` into a new folder."
+            )
+        yield self.split(split)
+
+    def expected_rows(self, split: str) -> int:
+        """Supervised tokens of a split."""
+        return int(self.records.num_supervised[self.split(split)].sum())
 
     def verify(self) -> int:
-        """Compare everything with its checksums. Returns the number of bytes checked.
+        """Compare everything with its checksums. Returns the number of bytes checked. Of a store
+        below a URL everything is read anew, past the cache.
 
         Raises StoreCorruption that names the shard and the tensor.
         """
-        numbers = shard_numbers(self.folder)
-        return sum(Shard(shard_path(self.folder, number)).verify() for number in numbers)
+        return sum(self.shelf.open(number).verify() for number in self.shelf.shard_bytes())
 
 
-def _check_content(folder: Path, manifest: Manifest, index: Index) -> None:
+def _check_content(folder: Path | str, manifest: Manifest, index: Index) -> None:
     if manifest.of_content(index.content) != manifest.fingerprint:
         raise StoreCorruption(
             f"{folder} does not hold what its manifest says: shards are missing, were added or "
@@ -150,7 +186,7 @@ def _check_content(folder: Path, manifest: Manifest, index: Index) -> None:
         )
 
 
-def _spec_of(folder: Path, manifest: Manifest, index: Index) -> StoreSpec:
+def _spec_of(folder: Path | str, manifest: Manifest, index: Index) -> StoreSpec:
     if "store" in manifest.result:
         return StoreSpec.from_dict(manifest.result["store"])
     if index.spec is None:
@@ -174,4 +210,4 @@ def published_ids(folder: str | Path) -> set[str]:
 def content_fingerprint(folder: str | Path) -> str:
     """A fingerprint of all published samples that does not depend on their order or on the
     borders of shards. Leaves the index beside them."""
-    return open_index(Path(folder)).content
+    return open_index(LocalShelf(Path(folder))).content

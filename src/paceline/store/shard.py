@@ -10,6 +10,7 @@ import mmap
 import os
 import struct
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 
 from paceline.errors import StoreCorruption, StoreError
 from paceline.store import checksum
+from paceline.store.blocks import BlockFile
 from paceline.store.spec import StoreSpec
 
 FORMAT = "paceline-store"
@@ -119,17 +121,25 @@ class MappedTensors:
     StoreCorruption, which names the file, where the header is not what was written.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, copy: BlockFile | None = None, where: str | None = None) -> None:
+        """copy: fills the file at `path` as it is read, where the original is far away; `where`
+        names the original in messages."""
+        self.path = where or path
+        self._copy = copy
+        self._whole: set[str] = set()
         self._descriptor = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
         self.total_bytes = os.fstat(self._descriptor).st_size
+        self._need(0, min(self.total_bytes, HEADER_BYTES))
         start = os.pread(self._descriptor, _LENGTH.size, 0)
         if len(start) < _LENGTH.size:
-            raise StoreCorruption(f"{path} is cut: {self.total_bytes} bytes")
+            raise StoreCorruption(f"{self.path} is cut: {self.total_bytes} bytes")
         self.header_bytes = _LENGTH.unpack(start)[0] + _LENGTH.size
         if self.header_bytes > min(self.total_bytes, _MAX_HEADER_BYTES):
-            raise StoreCorruption(f"{path}: the header's length is damaged, or the file is cut")
+            raise StoreCorruption(
+                f"{self.path}: the header's length is damaged, or the file is cut"
+            )
+        self._need(0, self.header_bytes)
         self._header = os.pread(self._descriptor, self.header_bytes, 0)
         self._parse()
 
@@ -165,9 +175,15 @@ class MappedTensors:
         return name in self.entries
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A whole tensor as a view of the file."""
+        """A whole tensor as a view of the file; of a remote one, compared with its checksum."""
         entry = self.entries[name]
-        return self._view(entry, 0, entry.shape[0])
+        view = self._view(entry, 0, entry.shape[0])
+        if self._copy and name not in self._whole:
+            if checksum.of(bytes_of(view)) != self.checksums.get(name):
+                self._copy.forget()
+                raise self._damage(entry)
+            self._whole.add(name)
+        return view
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) of a tensor as a view of the file."""
@@ -181,6 +197,7 @@ class MappedTensors:
         """
         view = bytes_of(out)
         offset = self._offset(self.entries[name], start)
+        self._need(offset, offset + len(view))
         while view:
             done = os.preadv(self._descriptor, [view], offset)
             if not done:
@@ -193,6 +210,7 @@ class MappedTensors:
         if not count:
             return torch.empty(shape, dtype=entry.dtype)
         offset = self._offset(entry, start)
+        self._need(offset, offset + count * entry.dtype.itemsize)
         return torch.frombuffer(self._map, dtype=entry.dtype, count=count, offset=offset).view(
             shape
         )
@@ -206,28 +224,49 @@ class MappedTensors:
 
         Returns the number of bytes checked.
         """
-        with memoryview(self._map) as whole:
-            for entry in self.entries.values():
-                start = self.header_bytes + entry.start
-                found = checksum.of(whole[start : self.header_bytes + entry.end])
-                if found != self.checksums.get(entry.name):
-                    raise StoreCorruption(
-                        f"{self.path}: tensor {entry.name!r} does not match its checksum (bytes "
-                        f"{start} to {self.header_bytes + entry.end}): remove this shard and run "
-                        "`paceline extract` with the same options to make its samples again"
-                    )
+        for entry in self.entries.values():
+            digest = checksum.new()
+            for piece in self._pieces(entry):
+                digest.update(piece)
+            if digest.hexdigest() != self.checksums.get(entry.name):
+                raise self._damage(entry)
         return self.total_bytes
+
+    def is_gone(self) -> bool:
+        """The copy of a remote file was removed to make room; open it anew."""
+        return self._copy is not None and self._copy.is_gone()
+
+    def _need(self, start: int, stop: int) -> None:
+        """Called before bytes are read."""
+        if self._copy:
+            self._copy.need(start, stop)
+
+    def _pieces(self, entry: TensorEntry) -> Iterator[bytes | memoryview]:
+        """A tensor's bytes as they are in the original, not in a copy of it."""
+        start, stop = self.header_bytes + entry.start, self.header_bytes + entry.end
+        if self._copy:
+            yield from self._copy.pass_through(start, stop)
+            return
+        with memoryview(self._map) as whole:
+            yield whole[start:stop]
+
+    def _damage(self, entry: TensorEntry) -> StoreCorruption:
+        return StoreCorruption(
+            f"{self.path}: tensor {entry.name!r} does not match its checksum (bytes "
+            f"{self.header_bytes + entry.start} to {self.header_bytes + entry.end}): remove this "
+            "shard and run `paceline extract` with the same options to make its samples again"
+        )
 
 
 class Shard(MappedTensors):
     """One published shard, open for reading."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    def __init__(self, path: Path, copy: BlockFile | None = None, where: str | None = None) -> None:
+        super().__init__(path, copy, where)
         found = self.metadata.get("format"), self.metadata.get("version")
         if found != (FORMAT, str(VERSION)):
             raise StoreCorruption(
-                f"{path} is {found[0]!r} of version {found[1]!r}; this paceline reads "
+                f"{self.path} is {found[0]!r} of version {found[1]!r}; this paceline reads "
                 f"{FORMAT!r} of version {VERSION}"
             )
         self.spec = StoreSpec.from_dict(json.loads(self.metadata["spec"]))
