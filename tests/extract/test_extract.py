@@ -144,8 +144,10 @@ def test_a_store_that_cannot_fit_is_refused_before_the_start(tmp_path, monkeypat
     data = str(prepared(tmp_path, num_rows=4))
     usage = extract_run.shutil.disk_usage(tmp_path)._replace(free=1 << 20)
     monkeypatch.setattr(extract_run.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(DiskFullError, match=r"needs about 0.07 GB more"):
+    says = r"4 samples needs about 0\.07 GB more \(codec raw\), the disk has 0\.00 GB free"
+    with pytest.raises(DiskFullError, match=says):
         paceline.extract(data=data, out=str(tmp_path / "store"), layers=TINY_LAYERS)
+    assert not list((tmp_path / "store").glob("shards/*"))
 
 
 class _Wrong(TransformersEngine):

@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 import tempfile
+import time
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from paceline.extract.sink import FLAGS_PATTERN, QUARANTINE_PATTERN, Destination
 from paceline.progress import progress_bar
 from paceline.recipe import ExtractOptions
 from paceline.store import StoreSpec, content_fingerprint, published_ids
+from paceline.store.sizes import store_size
 from paceline.target.layers import plan_layers
 from paceline.target.spec import Target, open_target
 
@@ -85,17 +87,25 @@ def _extract(
     rejected = {e["sample_id"] for e in read_lines(stage.path, QUARANTINE_PATTERN)}
     remaining = [s for s in samples if s.sample_id not in published | rejected]
     _check_disk(stage.path, remaining, spec)
+    timing = None
     if remaining:
         with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
+            opened = time.perf_counter()
             engine = open_engine(options, target, dtype, Path(scratch))
             try:
                 start = start or _start(options, stage.path, engine, target, spec, samples)
                 ranges = tuple(map(tuple, start["probe"]["rms_ranges"]))
                 guards = Guards(plan, target.hidden_size, ranges)
-                _capture(engine, remaining, Destination(stage.path, spec, guards), plan)
+                captured = time.perf_counter()
+                tokens = _capture(engine, remaining, Destination(stage.path, spec, guards), plan)
+                timing = {
+                    "start_s": captured - opened,
+                    "capture_s": time.perf_counter() - captured,
+                    "tokens": tokens,
+                }
             finally:
                 engine.close()
-    return _finish(options, stage, data, target, spec, accounting, start)
+    return _finish(options, stage, data, target, spec, accounting, {**start, "timing": timing})
 
 
 def _usable_samples(data: TokenDataset, target: Target) -> tuple[list[TokenSample], Accounting]:
@@ -117,12 +127,14 @@ def _usable_samples(data: TokenDataset, target: Target) -> tuple[list[TokenSampl
 
 
 def _check_disk(folder: Path, samples: list[TokenSample], spec: StoreSpec) -> None:
-    needed = sum(spec.sample_bytes(s) for s in samples) + _SPARE_BYTES
+    needed = store_size(spec, samples).total + _SPARE_BYTES
     free = shutil.disk_usage(folder).free
     if needed > free:
+        bound = "at most" if spec.codec == "lossless" else "about"
         raise DiskFullError(
-            f"{folder}: the store needs about {needed / 1e9:.2f} GB more, the disk has "
-            f"{free / 1e9:.2f} GB free. Make room, choose another folder or a smaller codec."
+            f"{folder}: the store of {len(samples)} samples needs {bound} {needed / 1e9:.2f} GB "
+            f"more (codec {spec.codec}), the disk has {free / 1e9:.2f} GB free. Nothing was "
+            "started: make room, choose another folder or a smaller codec."
         )
 
 
@@ -156,10 +168,12 @@ def _read_start(folder: Path) -> dict[str, Any]:
 
 def _capture(
     engine: Engine, samples: list[TokenSample], destination: Destination, plan: LayerPlan
-) -> None:
+) -> int:
+    """Returns how many tokens ran."""
     total = sum(s.num_aux_rows + 1 for s in samples)
     with progress_bar("extract", total, "tok") as bar:
         engine.capture(samples, plan, destination, bar.advance)
+    return total
 
 
 def _finish(
