@@ -39,8 +39,9 @@ class Manifest:
 
     inputs: for each input its path and its fingerprint (a string, or a dict of named parts so
     that a difference can be named). options: those that shape the result. result: the stage's own
-    summary (of a running stage what it announced, if anything). fingerprint: identifies this folder's content as an input of later stages. checksum:
-    of all other fields, so that a damaged manifest is found; one without it is taken as it is.
+    summary (of a running stage what it announced, if anything). fingerprint: identifies this
+    folder's content as an input of later stages. checksum: of all other fields, so that a damaged
+    manifest is found; one without it is taken as it is.
     """
 
     stage: str

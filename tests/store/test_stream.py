@@ -3,13 +3,16 @@
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from paceline.artefact import open_stage
+from paceline.contracts import TokenSample
 from paceline.errors import LockedError, StreamError, UsageError
 from paceline.store import (
     Follower,
@@ -17,11 +20,14 @@ from paceline.store import (
     ShardWriter,
     Store,
     content_fingerprint,
+    follow,
     published_ids,
     stream_writer,
 )
 from paceline.store.budget import consumed_numbers, let_go
 from paceline.store.files import shard_numbers
+from paceline.store.packing import cut, shuffled
+from paceline.store.presence import DEAD, READER, look, present
 
 from .children import in_child, wait, with_fuse
 from .making import make_sample, make_spec, same_bytes, states_of, write_store
@@ -30,25 +36,62 @@ from .working import run
 SAMPLES = [make_sample(i, num_tokens=30) for i in range(120)]
 # Four samples a shard.
 SPEC = make_spec(shard_bytes=25_000)
-BUDGET = 4 * SPEC.shard_bytes
+BUDGET = 6 * SPEC.shard_bytes
 MAX_TOKENS = 70
 TRAINED = {s.sample_id for s in SAMPLES if s.num_supervised}
 
 
-def write(folder: Path, budget_bytes: int | None = BUDGET, die_at: int | None = None) -> None:
-    """As `extract` does it."""
+def write(
+    folder: Path,
+    budget_bytes: int | None = BUDGET,
+    before: Callable[[int], None] = lambda number: None,
+    samples: Sequence[TokenSample] = SAMPLES,
+) -> None:
+    """As `extract` does it. before: called before each sample with its number."""
+    said = {"store": SPEC.to_dict(), "planned": {}}
     with open_stage(folder, "extract", {}, {}) as stage:
         if stage.done:
             return
         published = published_ids(folder)
+        stage.announce(said)
         with stream_writer(folder, SPEC, budget_bytes):
             with ShardWriter(folder, SPEC) as writer:
-                for number, sample in enumerate(SAMPLES):
-                    if number == die_at:
-                        os.kill(os.getpid(), signal.SIGKILL)
+                for number, sample in enumerate(samples):
+                    before(number)
                     if sample.sample_id not in published:
                         writer.add(sample, *states_of(sample, SPEC))
-            stage.finish({"store": SPEC.to_dict()}, content_fingerprint(folder))
+            stage.finish(said, content_fingerprint(folder))
+
+
+def dying_at(fatal: int) -> Callable[[int], None]:
+    def die(number: int) -> None:
+        if number == fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return die
+
+
+def order_of(folder: Path) -> Path:
+    """Where a training on this store keeps its order of reading."""
+    return folder.with_name(f"{folder.name}-order.json")
+
+
+def batches(store: Follower | Store, start: int = 0) -> Iterator[tuple[list[int], int]]:
+    """A training's groups of samples, and how many windows are done after each. An empty group:
+    a pause."""
+    number = 0
+    windows = 0
+    for window in store.windows("train"):
+        if window is None:
+            yield [], windows
+            continue
+        order = shuffled(window[store.records.num_supervised[window] > 0], seed=1, epoch=windows)
+        groups = list(cut(order, store.records.num_tokens, MAX_TOKENS))
+        windows += 1
+        for group in groups:
+            number += 1
+            if number > start:
+                yield group, windows - (group is not groups[-1])
 
 
 def read_ids(
@@ -56,26 +99,35 @@ def read_ids(
     start: int = 0,
     limit: int | None = None,
     max_bytes: int = 1 << 30,
-    **options: int,
+    rank: int = 0,
 ) -> list[list[str]]:
     """A training's way with a stream: the ids of each batch, each checked against its states.
-    Checkpoints, and so releases, after every batch. Empty lists where it was asked to."""
+    Checkpoints, and so releases, after every batch."""
     seen: list[list[str]] = []
-    number = start
-    with Follower(folder, wait_s=60, **options) as store:
-        groups = store.groups("train", MAX_TOKENS, seed=1, start=start)
-        for batch in PackedReader(store, groups, on_close=store.stop):
+    done: list[int] = []
+
+    def groups(store: Follower) -> Iterator[list[int]]:
+        for group, windows in batches(store, start):
+            done.append(windows)
+            yield group
+
+    with follow(folder, order_of(folder), wait_s=60, rank=rank) as store:
+        for number, batch in enumerate(PackedReader(store, groups(store), on_close=store.stop)):
             assert _size(folder) <= max_bytes
             for i, record in enumerate(batch.records):
-                aux, _ = states_of(SAMPLES[int(record.sample_id[7:])], SPEC)
+                aux, _ = states_of(sample_of(record.sample_id), SPEC)
                 rows = slice(*batch.aux_starts[i : i + 2])
                 assert same_bytes(batch.aux[rows], aux[: record.num_aux_rows])
-            seen.append([r.sample_id for r in batch.records])
-            number += bool(batch.records)
-            store.release(number)
-            if number == limit:
+            if batch.records:
+                seen.append([r.sample_id for r in batch.records])
+            store.release(done[number])
+            if len(seen) == limit:
                 break
     return seen
+
+
+def sample_of(sample_id: str) -> TokenSample:
+    return SAMPLES[int(sample_id[7:])]
 
 
 def _size(folder: Path) -> int:
@@ -113,62 +165,71 @@ def test_a_store_larger_than_its_disk_is_trained_on_in_two_processes(
 ) -> None:
     folder = small_disk / "store"
     child = in_child(lambda _: write(folder))
-    batches = read_ids(folder, max_bytes=BUDGET)
+    seen = read_ids(folder, max_bytes=BUDGET)
     assert wait(*child) == 0
-    assert sorted(flat(batches)) == sorted(TRAINED)
+    assert sorted(flat(seen)) == sorted(TRAINED)
     store = Store(folder)
     store.verify()
     assert len(store) < len(SAMPLES)
     assert published_ids(folder) == {s.sample_id for s in SAMPLES}
     assert content_fingerprint(folder) == content_fingerprint(whole)
+    with pytest.raises(StreamError, match="is not whole"):
+        next(store.windows("train"))
 
 
-def test_a_stream_that_fits_stays_and_gives_the_batches_of_a_finished_store(
-    tmp_path: Path, whole: Path
-) -> None:
+def test_a_stream_that_fits_stays_and_is_read_in_the_same_order_again(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     child = in_child(lambda _: write(folder, budget_bytes=None))
-    with Follower(folder, wait_s=60) as store:
-        streamed = [
-            [store.records[i].sample_id for i in group]
-            for group in store.groups("train", MAX_TOKENS, seed=1)
-        ]
-        assert store.is_whole
+    seen = read_ids(folder)
     assert wait(*child) == 0
+    assert sorted(flat(seen)) == sorted(TRAINED)
     assert len(Store(folder)) == len(SAMPLES)
-    assert streamed == read_ids(whole)
+    # The training's own order holds, whatever has been finished since.
+    assert read_ids(folder) == seen
 
 
-def test_resuming_at_any_batch_replays_nothing_and_reads_the_rest(
-    tmp_path: Path, whole: Path
-) -> None:
+def test_the_order_depends_on_no_clock(tmp_path: Path) -> None:
+    """One writer's shards are read in pairs, however slow either side and however small the room:
+    the states of a training are then the same."""
+    orders = []
+    for name, budget in (("wide", None), ("tight", 3 * SPEC.shard_bytes), ("wider", BUDGET)):
+        folder = tmp_path / name
+        child = in_child(lambda _, folder=folder, budget=budget: write(folder, budget))
+        orders.append(read_ids(folder))
+        assert wait(*child) == 0
+    assert orders[0] == orders[1] == orders[2]
+
+
+def test_a_finished_store_is_one_window_for_those_who_follow_no_stream(whole: Path) -> None:
+    store = Store(whole)
+    (window,) = store.windows("train")
+    assert window.tolist() == list(range(len(SAMPLES)))
+    assert store.expected_rows("train") == sum(s.num_supervised for s in SAMPLES)
+
+
+def test_resuming_at_any_batch_replays_nothing_and_reads_the_rest(whole: Path) -> None:
     one = read_ids(whole)
     for start in range(0, len(one) + 1, 4):
         assert read_ids(whole, start=start) == one[start:]
 
 
-def test_ranks_share_the_batches(tmp_path: Path, whole: Path) -> None:
-    one = read_ids(whole)
+def test_ranks_read_the_same_order(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     write(folder, budget_bytes=None)
-    by_rank = [
-        read_ids(folder, rank=0, world_size=2),
-        read_ids(folder, rank=1, world_size=2),
-    ]
-    assert [by_rank[i % 2][i // 2] for i in range(len(one))] == one
+    assert read_ids(folder, rank=0) == read_ids(folder, rank=1)
 
 
 def test_a_writer_that_is_killed_is_told_and_the_pair_goes_on(tmp_path: Path, whole: Path) -> None:
     folder = tmp_path / "store"
-    pid, reading = in_child(lambda _: write(folder, die_at=25))
+    pid, reading = in_child(lambda _: write(folder, before=dying_at(30)))
     seen: list[list[str]] = []
     with (
         pytest.raises(StreamError, match=rf"the writer \(pid {pid} on .*\) died"),
-        Follower(folder, wait_s=60) as store,
+        follow(folder, order_of(folder), wait_s=60) as store,
     ):
-        for group in store.groups("train", MAX_TOKENS, seed=1):
+        for group, done in batches(store):
             seen.append([store.records[i].sample_id for i in group])
-            store.release(len(seen))
+            store.release(done)
     assert wait(pid, reading) == -signal.SIGKILL
     # The reader starts first: what the dead writer left behind must not end it at once.
     child = in_child(lambda _: write(folder))
@@ -178,25 +239,50 @@ def test_a_writer_that_is_killed_is_told_and_the_pair_goes_on(tmp_path: Path, wh
     assert content_fingerprint(folder) == content_fingerprint(whole)
 
 
-def test_a_reader_that_is_killed_is_told_and_the_pair_goes_on(tmp_path: Path, whole: Path) -> None:
+def test_a_reader_that_has_work_hears_of_its_writers_death(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    pid, reading = in_child(lambda _: write(folder, None, dying_at(60)))
+    with follow(folder, order_of(folder), wait_s=60) as store:
+        next(batches(store))
+        assert wait(pid, reading) == -signal.SIGKILL
+        with pytest.raises(StreamError, match=rf"the writer \(pid {pid} on .*\) died"):
+            until_it_raises(store.check_writer)
+
+
+def until_it_raises(check: Callable[[], None], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        check()
+
+
+@pytest.mark.parametrize("budget", [1 << 30, BUDGET], ids=["with room", "without"])
+def test_a_reader_that_is_killed_is_told_and_the_pair_goes_on(
+    tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, budget: int
+) -> None:
+    monkeypatch.setattr("paceline.store.budget._LOOK_S", 0.0)
     folder = tmp_path / "store"
 
     def read_and_die(writing: int) -> None:
-        with Follower(folder, wait_s=60) as store:
-            for number, _ in enumerate(store.groups("train", MAX_TOKENS, seed=1), start=1):
-                store.release(number)
+        with follow(folder, order_of(folder), wait_s=60) as store:
+            for number, (_, done) in enumerate(batches(store), start=1):
+                store.release(done)
                 if number == 6:
                     os.kill(os.getpid(), signal.SIGKILL)
 
+    def wait_for_death(number: int) -> None:
+        while number == 60 and (reader := look(folder, READER)) and reader.state != DEAD:
+            os.sched_yield()
+
     pid, reading = in_child(read_and_die)
     with pytest.raises(StreamError, match=rf"the reader \(pid {pid} on .*\) died"):
-        write(folder)
+        write(folder, budget, wait_for_death)
     assert wait(pid, reading) == -signal.SIGKILL
+    assert len(published_ids(folder)) < len(SAMPLES)
     child = in_child(lambda _: write(folder))
     rest = read_ids(folder, start=6)
     assert wait(*child) == 0
-    full = read_ids(whole)
-    assert set(flat(rest)) == TRAINED - set(flat(full)[: len(TRAINED) - len(flat(rest))])
+    undisturbed = read_ids(whole)
+    assert rest == undisturbed[6:]
     assert content_fingerprint(folder) == content_fingerprint(whole)
 
 
@@ -204,8 +290,8 @@ def test_each_side_hears_why_the_other_failed(tmp_path: Path) -> None:
     folder = tmp_path / "a"
 
     def fail(writing: int) -> None:
-        with Follower(folder, wait_s=60) as store:
-            next(store.groups("train", MAX_TOKENS, seed=1))
+        with follow(folder, order_of(folder), wait_s=60) as store:
+            next(store.windows("train"))
             raise ZeroDivisionError("loss is not finite")
 
     child = in_child(fail)
@@ -214,13 +300,11 @@ def test_each_side_hears_why_the_other_failed(tmp_path: Path) -> None:
     assert wait(*child) == 1
     folder = tmp_path / "b"
 
-    def fail_to_write(writing: int) -> None:
-        with open_stage(folder, "extract", {}, {}), stream_writer(folder, SPEC, None):
-            with ShardWriter(folder, SPEC) as writer:
-                writer.add(SAMPLES[0], *states_of(SAMPLES[0], SPEC))
+    def fail_to_write(number: int) -> None:
+        if number == 1:
             raise ZeroDivisionError("engine fell over")
 
-    child = in_child(fail_to_write)
+    child = in_child(lambda _: write(folder, before=fail_to_write))
     with pytest.raises(StreamError, match="ZeroDivisionError: engine fell over"):
         read_ids(folder)
     assert wait(*child) == 1
@@ -240,46 +324,97 @@ def test_a_reader_that_leaves_early_is_told_to_a_writer_that_needs_room(tmp_path
 def test_a_full_budget_asks_for_a_release(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     child = in_child(lambda _: write(folder))
-    with Follower(folder, wait_s=60) as store:
-        number, asked = 0, 0
-        for group in store.groups("train", MAX_TOKENS, seed=1):
+    num_asked = 0
+    with follow(folder, order_of(folder), wait_s=60) as store:
+        for group, done in batches(store):
             if not group:
                 # Only now does this training checkpoint.
-                asked += 1
-                store.release(number)
-            number += bool(group)
+                num_asked += 1
+                store.release(done)
     assert wait(*child) == 0
-    assert 2 <= asked <= len(SAMPLES)
+    assert 2 <= num_asked <= len(SAMPLES) / 8
 
 
-def test_a_stream_has_one_reader(tmp_path: Path, whole: Path) -> None:
-    with Follower(whole), pytest.raises(LockedError, match=f"a reader already .pid {os.getpid()}"):
-        Follower(whole).__enter__()
+def test_a_budget_that_nothing_can_leave_is_an_error(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    child = in_child(lambda _: write(folder))
+    with (
+        pytest.raises(StreamError, match="Raise `stream_bytes` of extract"),
+        follow(folder, order_of(folder), wait_s=60) as store,
+    ):
+        for _ in store.windows("train"):
+            store.release(0)
+    # The writer hears of it too.
+    assert wait(*child) == 1
+
+
+def test_shards_with_held_out_samples_stay(tmp_path: Path) -> None:
+    heldout = [replace(s, split="heldout") for s in SAMPLES[:6]]
+    folder = tmp_path / "store"
+    samples = [*heldout, *SAMPLES[6:]]
+    child = in_child(lambda _: write(folder, samples=samples))
+    with follow(folder, order_of(folder), wait_s=60) as store:
+        for _, done in batches(store):
+            store.release(done)
+            kept = [store.read(i).record.sample_id for i in store.split("heldout")]
+            assert kept == [s.sample_id for s in heldout]
+    assert wait(*child) == 0
+    finished = Store(folder)
+    assert len(finished) < len(SAMPLES)
+    assert [finished.records[i].sample_id for i in finished.split("heldout")] == kept
+
+
+def test_a_stream_has_one_reader(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    folder.mkdir()
+    with (
+        open_stage(folder, "extract", {}, {}) as stage,
+        present(folder, READER),
+        pytest.raises(LockedError, match=f"a reader already .pid {os.getpid()}"),
+    ):
+        stage.announce({"store": SPEC.to_dict(), "planned": {}})
+        with follow(folder, order_of(folder)):
+            pass
+
+
+def test_a_finished_store_has_as_many_readers_as_want_and_nothing_is_written(whole: Path) -> None:
+    before = sorted(whole.rglob("*"))
+    with (
+        follow(whole, order_of(whole).with_name("a.json")) as one,
+        follow(whole, order_of(whole).with_name("b.json")) as two,
+    ):
+        assert [w.tolist() for w in one.windows("train")] == [
+            w.tolist() for w in two.windows("train")
+        ]
+    assert sorted(whole.rglob("*")) == before
 
 
 def test_a_writer_that_never_comes_is_not_waited_for_without_end(tmp_path: Path) -> None:
-    with pytest.raises(StreamError, match="nobody has written to it for 0 s"):
-        Follower(tmp_path / "store", wait_s=0.0).__enter__()
+    with (
+        pytest.raises(StreamError, match="nobody has written to it for 0 s"),
+        follow(tmp_path / "store", tmp_path / "order.json", wait_s=0.0),
+    ):
+        pass
 
 
 def test_shards_that_went_too_early_are_named(tmp_path: Path) -> None:
     folder = tmp_path / "store"
-    run(folder, SAMPLES, SPEC)
+    write(folder, budget_bytes=None)
     one = read_ids(folder)
     let_go(folder, 1)
-    with pytest.raises(StreamError, match=r"batch 0 needs shards \[1\], which were let go"):
+    with pytest.raises(StreamError, match="shard 1 is to be read, and was let go"):
         read_ids(folder)
     # A checkpoint that has passed them needs them no more.
     assert read_ids(folder, start=9) == one[9:]
-    (folder / "stream/order.json").unlink()
-    with pytest.raises(StreamError, match=r"shards \[1\] were let go by another reader"):
+    order_of(folder).unlink()
+    with pytest.raises(StreamError, match=r"shards \[1\] were let go by another training"):
         read_ids(folder)
 
 
-def test_a_budget_too_small_for_two_shards_is_refused(tmp_path: Path) -> None:
+def test_a_budget_too_small_for_what_stays_and_two_shards_is_refused(tmp_path: Path) -> None:
     with (
-        pytest.raises(UsageError, match="does not hold two shards"),
-        stream_writer(tmp_path, SPEC, 49_999),
+        pytest.raises(UsageError, match="Give 57,000 or more, or smaller shards"),
+        stream_writer(tmp_path, SPEC, 56_999, kept_bytes=7000),
     ):
         pass
 

@@ -2,7 +2,7 @@
 
 from paceline.store.batches import PackedReader, PackedSamples
 from paceline.store.budget import stream_writer
-from paceline.store.follow import Follower
+from paceline.store.follow import Follower, follow
 from paceline.store.packing import iterate_packed
 from paceline.store.reader import Store, StoredSample, content_fingerprint, published_ids
 from paceline.store.spec import StoreSpec
@@ -10,7 +10,6 @@ from paceline.store.writer import ShardWriter
 
 __all__ = [
     "Follower",
-    "stream_writer",
     "PackedReader",
     "PackedSamples",
     "ShardWriter",
@@ -18,6 +17,8 @@ __all__ = [
     "StoreSpec",
     "StoredSample",
     "content_fingerprint",
+    "follow",
     "iterate_packed",
     "published_ids",
+    "stream_writer",
 ]

@@ -7,8 +7,10 @@ they may grow to. So it is the same for all workers and survives all of them.
 import fcntl
 import logging
 import os
+import shutil
 import time
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,12 +25,14 @@ from paceline.store.files import (
     shard_path,
 )
 from paceline.store.presence import (
+    DEAD,
     DONE,
     FAILED,
     READER,
     RUNNING,
     STREAM_FOLDER,
     WRITER,
+    Peer,
     look,
     present,
 )
@@ -38,7 +42,10 @@ from paceline.store.spec import StoreSpec
 logger = logging.getLogger(__name__)
 
 _CONSUMED_FOLDER = "consumed"
+_WAITING_FOLDER = "waiting"
 _POLL_S = 0.1
+# How often a writer that has room looks whether its reader is still there.
+_LOOK_S = 1.0
 # Said when either side is gone.
 RESTART = "What is published is kept: start both sides again with the same commands."
 _KEPT = ("offsets", "num_past_end", "samples", "sample_checksums")
@@ -48,38 +55,61 @@ class ByteBudget:
     """Room for shards of `shard_bytes` in a folder that may hold `max_bytes` of them."""
 
     def __init__(self, folder: Path, max_bytes: int, shard_bytes: int) -> None:
-        if max_bytes < 2 * shard_bytes:
-            raise UsageError(
-                f"a budget of {max_bytes} bytes does not hold two shards of {shard_bytes}: one is "
-                "read while the next is written. Raise it or lower shard_bytes."
-            )
         self.folder = folder
         self.max_bytes = max_bytes
         self.shard_bytes = shard_bytes
         # One that ended before we began says nothing about this run.
         reader = look(folder, READER)
         self._old_run = reader.run if reader and reader.state != RUNNING else None
+        self._looked = time.monotonic()
 
     def claim(self) -> AsideFile:
         """A new shard in work, as soon as it fits.
 
         Raises StreamError where the reader that should make room died, failed or left.
         """
-        is_told = False
-        while True:
-            with self._lock():
-                if self._has_room() or self._make_room():
-                    return AsideFile(self.folder)
-            self._refuse_absent_reader()
-            if not is_told:
-                logger.info("%s is full (%d bytes): waiting", self.folder, self.max_bytes)
-                is_told = True
-            time.sleep(_POLL_S)
+        mark: Path | None = None
+        try:
+            while True:
+                with self._lock():
+                    if self._has_room() or self._make_room():
+                        if mark:
+                            mark.unlink()
+                        return AsideFile(self.folder)
+                    mark = mark or self._mark_waiting()
+                self._refuse_absent_reader()
+                time.sleep(_POLL_S)
+        except BaseException:
+            if mark:
+                mark.unlink(missing_ok=True)
+            raise
 
-    def is_full(self) -> bool:
-        """No further shard fits, consumed ones being let go or not."""
+    def check_reader(self) -> None:
+        """Raises StreamError where the reader died or failed: what goes on being written would
+        soon stand in its way. Cheap; call it often."""
+        if time.monotonic() - self._looked >= _LOOK_S:
+            self._looked = time.monotonic()
+            self._refuse_lost(self._reader())
+
+    def is_stuck(self) -> bool:
+        """A writer waits for room, and nothing that was consumed could be let go."""
         with self._lock():
-            return not self._has_room() and not consumed_numbers(self.folder)
+            waiting = _waiting_folder(self.folder)
+            is_waiting = waiting.is_dir() and any(waiting.iterdir())
+            return is_waiting and not self._has_room() and not consumed_numbers(self.folder)
+
+    def _mark_waiting(self) -> Path:
+        reader = self._reader()
+        logger.info(
+            "%s is full (%d bytes): waiting for %s",
+            self.folder,
+            self.max_bytes,
+            f"the reader ({reader})" if reader else "`paceline train --follow` on it",
+        )
+        path = _waiting_folder(self.folder) / uuid.uuid4().hex
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        return path
 
     def _has_room(self) -> bool:
         published = sum(
@@ -95,17 +125,24 @@ class ByteBudget:
                 return True
         return False
 
-    def _refuse_absent_reader(self) -> None:
+    def _reader(self) -> Peer | None:
+        """The reader of this run; None before it begins."""
         reader = look(self.folder, READER)
-        if reader is None or reader.run == self._old_run or reader.state == RUNNING:
-            return
-        if reader.state == DONE:
+        return None if reader is None or reader.run == self._old_run else reader
+
+    def _refuse_absent_reader(self) -> None:
+        reader = self._reader()
+        self._refuse_lost(reader)
+        if reader and reader.state == DONE:
             raise StreamError(
                 f"{self.folder}: the reader ({reader}) is done, so nobody makes room. What is "
                 "published is kept; run this again without a budget for the rest."
             )
-        how = f"failed: {reader.error}" if reader.state == FAILED else "died"
-        raise StreamError(f"{self.folder}: the reader ({reader}) {how}. {RESTART}")
+
+    def _refuse_lost(self, reader: Peer | None) -> None:
+        if reader and reader.state in (FAILED, DEAD):
+            how = f"failed: {reader.error}" if reader.state == FAILED else "died"
+            raise StreamError(f"{self.folder}: the reader ({reader}) {how}. {RESTART}")
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
@@ -116,23 +153,35 @@ class ByteBudget:
 
 
 @contextmanager
-def stream_writer(folder: str | Path, spec: StoreSpec, budget_bytes: int | None) -> Iterator[None]:
+def stream_writer(
+    folder: str | Path, spec: StoreSpec, budget_bytes: int | None, kept_bytes: int = 0
+) -> Iterator[None]:
     """What a run that writes a store holds while its workers write: followers then see it live,
-    fail or end. budget_bytes: how many bytes of shards may stand in the folder; None: any.
+    fail or end.
+
+    budget_bytes: how many bytes of shards may stand in the folder; None: any. kept_bytes: how many
+    of them no reader lets go. Raises UsageError for a budget in which nothing could move.
     """
     folder = Path(folder)
-    if budget_bytes is not None:
-        ByteBudget(folder, budget_bytes, spec.shard_bytes)
+    least = kept_bytes + 2 * spec.shard_bytes
+    if budget_bytes is not None and budget_bytes < least:
+        raise UsageError(
+            f"a budget of {budget_bytes:,} bytes is too small: held-out samples that stay take "
+            f"about {kept_bytes:,}, and of two shards of {spec.shard_bytes:,} one is read while "
+            f"the next is written. Give {least:,} or more, or smaller shards."
+        )
     with present(folder, WRITER, budget_bytes, spec.shard_bytes):
+        # Of workers that died while they waited.
+        shutil.rmtree(_waiting_folder(folder), ignore_errors=True)
         yield
 
 
-def claim_of(folder: Path, shard_bytes: int) -> Callable[[], AsideFile]:
-    """How a worker claims shards: within the budget that the run's writer announced, if any."""
+def budget_of(folder: Path) -> ByteBudget | None:
+    """The budget that the writer at work announced, if any."""
     writer = look(folder, WRITER)
-    if writer is None or writer.budget_bytes is None:
-        return lambda: AsideFile(folder)
-    return ByteBudget(folder, writer.budget_bytes, shard_bytes).claim
+    if writer is None or writer.state != RUNNING or writer.budget_bytes is None:
+        return None
+    return ByteBudget(folder, writer.budget_bytes, writer.shard_bytes)
 
 
 def mark_consumed(folder: Path, number: int) -> None:
@@ -173,6 +222,10 @@ def _receipt_of(shard: Shard) -> bytes:
     header = build_header(entries, shard.spec, checksums, shard.num_samples)
     assert len(header) == HEADER_BYTES
     return b"".join([header, *pieces])
+
+
+def _waiting_folder(folder: Path) -> Path:
+    return folder / STREAM_FOLDER / _WAITING_FOLDER
 
 
 def _consumed_path(folder: Path, number: int) -> Path:

@@ -1,24 +1,25 @@
-"""Reads a store while it is written: a training that starts with the first shard.
+"""Reads a store while it is written: a training that starts with the first shards.
 
-The reader consumes windows of shards in the order in which it saw them, and keeps that order in
-the folder, so that a restarted reader goes on at any batch and other ranks read the same.
+The reader takes shards in windows, in the order in which it saw them, and keeps that order in a
+file of its own, so that a restarted reader goes on anywhere and other ranks read the same.
 """
 
 import json
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from threading import Event, Lock
-from types import TracebackType
-from typing import Any, Self
+from threading import Event
+from typing import Any
 
 import numpy as np
 
-from paceline.artefact import COMPLETE, load_manifest, write_json
-from paceline.contracts import MANIFEST_NAME
+from paceline.artefact import COMPLETE, Manifest, write_json
+from paceline.contracts import TRAIN_SPLIT
 from paceline.errors import StreamError
-from paceline.store.budget import RESTART, ByteBudget, mark_consumed
+from paceline.store.budget import RESTART, mark_consumed
 from paceline.store.files import (
     aside_numbers,
     receipt_numbers,
@@ -27,246 +28,250 @@ from paceline.store.files import (
     shard_path,
 )
 from paceline.store.index import IndexBuilder
-from paceline.store.packing import cut, shuffled
-from paceline.store.presence import (
-    DEAD,
-    DONE,
-    FAILED,
-    READER,
-    RUNNING,
-    STREAM_FOLDER,
-    WRITER,
-    Peer,
-    look,
-    present,
-)
+from paceline.store.presence import DEAD, FAILED, READER, look, present
 from paceline.store.reader import ShardReader
 from paceline.store.shard import Shard
+from paceline.store.spec import StoreSpec
+from paceline.store.watch import POLL_S, WriterWatch
 
-_POLL_S = 0.1
-_ORDER_NAME = "order.json"
-# Stands in the order for: the budget is full of shards that were read but not released.
+WINDOW_SHARDS = 2
+# Stands in the order for: the writer waits for room that only a release can make.
 _PAUSE: list[int] = []
+# How long workers of the writer may take to finish what they have in work before a stream that
+# does not move is an error.
+_PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Shards that are read together, and the indices [start, stop) of their samples."""
+
+    shards: list[int]
+    start: int
+    stop: int
+
+
+@contextmanager
+def follow(
+    folder: str | Path,
+    order_path: Path,
+    *,
+    rank: int = 0,
+    wait_s: float = 600.0,
+    window_shards: int = WINDOW_SHARDS,
+) -> Iterator["Follower"]:
+    """Be the reader of a store that is written now, will be, or was.
+
+    order_path: the JSON file that keeps the order of reading; it belongs to one training. rank:
+    rank 0 is the reader, which releases shards and fixes the order; other ranks of its training
+    read along. wait_s: how long to wait for a writer that has not begun. Raises LockedError where
+    the stream has another reader, StreamError where no writer comes.
+    """
+    folder = Path(folder)
+    watch = WriterWatch(folder, wait_s)
+    manifest = watch.wait_for_manifest()
+    # A finished store may be read by many, and lie on a read-only medium.
+    is_reader = rank == 0 and manifest.status != COMPLETE
+    with present(folder, READER) if is_reader else nullcontext():
+        follower = Follower(folder, manifest, watch, order_path, rank, window_shards)
+        try:
+            yield follower
+        finally:
+            follower.stop()
 
 
 class Follower(ShardReader):
-    """The reader of a stream; a context manager, and for PackedReader as good as a Store.
-
-    A finished store can be followed too: the same code trains from both. Records are numbered in
-    the order of reading and grow with it. rank: rank 0 is the reader, which releases shards and
-    fixes the order; other ranks of the same training read along. wait_s: how long to wait for a
-    writer that has not begun.
-    """
+    """The reader of a stream, made by `follow`. For whoever reads samples as good as a Store;
+    records are numbered in the order of reading and grow with it."""
 
     def __init__(
         self,
-        folder: str | Path,
-        *,
-        window_shards: int = 2,
-        rank: int = 0,
-        world_size: int = 1,
-        wait_s: float = 600.0,
+        folder: Path,
+        manifest: Manifest,
+        watch: WriterWatch,
+        order_path: Path,
+        rank: int,
+        window_shards: int,
     ) -> None:
-        self._folder = Path(folder)
-        self._window_shards = window_shards
-        self._rank = rank
-        self._world_size = world_size
-        self._wait_s = wait_s
-        self._stopped = Event()
         self._builder = IndexBuilder()
-        # Guards what the pulling thread adds and the training thread takes.
-        self._books = Lock()
-        self._unreleased: list[tuple[int, list[int]]] = []
-        self._num_releases = 0
-        self._paused_at = -1
+        spec = StoreSpec.from_dict(manifest.result["store"])
+        super().__init__(folder, spec, self._builder.build().records)
+        self.manifest = manifest
+        self._watch = watch
+        self._order = _Order(order_path)
+        self._rank = rank
+        self._window_shards = window_shards
+        self._stopped = Event()
+        self._windows: list[_Window | None] = []
+        self._gone: set[int] = set()
+        self._kept: set[int] = set()
+        self._num_pauses_answered = 0
 
-    def __enter__(self) -> Self:
-        """Waits for the first shard. Raises LockedError where the stream has a reader already."""
-        writer = look(self._folder, WRITER)
-        self._old_run = writer.run if writer and writer.state != RUNNING else None
-        deadline = time.monotonic() + self._wait_s
-        self._wait_for_manifest(deadline)
-        with ExitStack() as stack:
-            if self._rank == 0:
-                stack.enter_context(present(self._folder, READER))
-            first = self._wait_for_shard(deadline)
-            self._exit = stack.pop_all()
-        super().__init__(self._folder, first.spec, self._builder.build().records)
-        return self
+    def windows(self, split: str) -> Iterator[np.ndarray | None]:
+        """int64 sample indices of a split, window by window as shards appear; ends when the writer
+        is done and all was read.
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
-        self._exit.__exit__(kind, error, trace)
+        None says: the writer waits for room. Checkpoint and call `release`. Raises StreamError
+        where the writer died or failed.
+        """
+        for number in count():
+            if number == len(self._windows) and not self._grow():
+                return
+            window = self._windows[number]
+            if window is None:
+                yield None
+            else:
+                indices = self.split(split)
+                yield indices[(indices >= window.start) & (indices < window.stop)]
+
+    def expected_rows(self, split: str) -> int:
+        """Supervised tokens that the whole store will have, or a few more: bad samples count."""
+        return self.manifest.result["planned"].get(split, {}).get("supervised", 0)
+
+    def release(self, num_windows: int) -> None:
+        """The first windows (pauses not counted) will not be read again, whatever comes: their
+        shards may go when the writer needs room. Call it after each checkpoint.
+
+        Shards that hold samples of another split than the training's stay.
+        """
+        windows = [window for window in self._windows if window is not None]
+        for number in (n for window in windows[:num_windows] for n in window.shards):
+            self.close_shard(number)
+            if number not in self._kept and shard_path(self.folder, number).exists():
+                mark_consumed(self.folder, number)
+        self._num_pauses_answered = sum(window is None for window in self._windows)
+
+    def check_writer(self) -> None:
+        """Raises StreamError where the writer died or failed. Cheap; call it often."""
+        self._watch.check()
 
     def stop(self) -> None:
         """Ends every waiting; give it to PackedReader as `on_close`."""
         self._stopped.set()
 
-    @property
-    def is_whole(self) -> bool:
-        """The writer is done and every shard is still there: further epochs can use Store."""
-        manifest = load_manifest(self.folder, "extract")
-        return manifest.status == COMPLETE and not receipt_numbers(self.folder)
+    def shard(self, number: int) -> Shard:
+        if number in self._gone:
+            raise StreamError(
+                f"{self.folder}: shard {number} is to be read, and was let go. Release shards only "
+                "once a checkpoint has passed them."
+            )
+        return super().shard(number)
 
-    def groups(
-        self, split: str, max_tokens: int, *, seed: int, start: int = 0
-    ) -> Iterator[list[int]]:
-        """Batches of sample indices as `iterate_packed` gives them, as shards appear.
-
-        Ends when the writer is done and all is read. An empty batch says: nothing more fits into
-        the byte budget until shards are released; checkpoint and call `release`. Empty batches do
-        not count in `start`. Raises StreamError where the writer died or failed.
-        """
-        number = 0
-        for window in self._windows():
-            if window == _PAUSE:
-                if number >= start:
-                    yield []
-                continue
-            first = len(self.records)
-            lacks = self._take_in(window)
-            order = np.arange(first, len(self.records))
-            chosen = np.isin(order, self.split(split)) & (self.records.num_supervised[order] > 0)
-            order = shuffled(order[chosen], seed, epoch=first)
-            for batch in cut(order, self.records.num_tokens, max_tokens):
-                if number >= start and lacks:
-                    raise StreamError(
-                        f"{self.folder}: batch {number} needs shards {lacks}, which were let go. "
-                        "Release shards only once a checkpoint has passed them."
-                    )
-                if number >= start and number % self._world_size == self._rank:
-                    yield batch
-                number += 1
-            with self._books:
-                self._unreleased.append((number, window))
-
-    def release(self, num_batches: int) -> None:
-        """The first `num_batches` batches (over all ranks) will not be read again, whatever comes:
-        their shards may go when the writer needs room. Call it after each checkpoint."""
-        with self._books:
-            done = [window for end, window in self._unreleased if end <= num_batches]
-            self._unreleased = [w for w in self._unreleased if w[0] > num_batches]
-            self._num_releases += 1
-        for number in (n for window in done for n in window):
-            self.close_shard(number)
-            if shard_path(self.folder, number).exists():
-                mark_consumed(self.folder, number)
-
-    def _take_in(self, window: list[int]) -> list[int]:
-        """Adds the records of shards. Returns the numbers of those that were let go."""
-        lacks = [n for n in window if receipt_path(self.folder, n).exists()]
-        for number in window:
-            # Of a shard that went, the receipt still says which batches it made.
-            where = receipt_path if number in lacks else shard_path
-            self._builder.add(number, Shard(where(self.folder, number)))
-        self.records = self._builder.build().records
-        return lacks
-
-    def _windows(self) -> Iterator[list[int]]:
-        """Numbers of the shards to read next, again and again; first those of an earlier run."""
-        done = 0
-        while not self._stopped.is_set():
-            order = self._read_order()
-            yield from order["windows"][done:]
-            done = len(order["windows"])
-            if order["ended"]:
-                return
+    def _grow(self) -> bool:
+        """Take in the next window, waiting for it. False: there is none any more."""
+        number = len(self._windows)
+        while number >= len(self._order.windows):
+            if self._order.ended or self._stopped.is_set():
+                return False
             if self._rank == 0:
-                self._extend(order)
+                self._extend_order()
             else:
-                self._wait_for_order(done)
+                self._wait_for_order()
+        self._take_in(self._order.windows[number])
+        return True
 
-    def _extend(self, order: dict[str, Any]) -> None:
+    def _take_in(self, shards: list[int]) -> None:
+        if shards == _PAUSE:
+            self._windows.append(None)
+            return
+        start = len(self.records)
+        for number in shards:
+            # Of a shard that went, the receipt still says which samples it had.
+            is_gone = receipt_path(self.folder, number).exists()
+            shard = Shard((receipt_path if is_gone else shard_path)(self.folder, number))
+            self._builder.add(number, shard)
+            if is_gone:
+                self._gone.add(number)
+            if set(shard.columns["split"]) != {TRAIN_SPLIT}:
+                self._kept.add(number)
+        self.records = self._builder.build().records
+        self._windows.append(_Window(shards, start, len(self.records)))
+
+    def _extend_order(self) -> None:
         """Rank 0 waits for news and writes it into the order."""
-        seen = {n for window in order["windows"] for n in window}
+        seen = {n for window in self._order.windows for n in window}
         if unknown := [n for n in receipt_numbers(self.folder) if n not in seen]:
             raise StreamError(
-                f"{self.folder}: shards {unknown} were let go by another reader; `extract` must "
+                f"{self.folder}: shards {unknown} were let go by another training; `extract` must "
                 "make them again in a new folder"
             )
-        deadline = time.monotonic() + self._wait_s
-        while not self._stopped.wait(_POLL_S):
+        began = time.monotonic()
+        while not self._stopped.is_set():
             # Looked at before the shards: what a writer that is done wrote is all there.
-            writer = self._writer()
-            is_over = self._is_over(writer)
-            is_full = writer is not None and self._is_full(writer)
+            writer = self._watch.peer()
+            is_over = self._watch.is_over(writer)
             new = [n for n in shard_numbers(self.folder) if n not in seen]
-            if len(new) >= self._window_shards or (new and (is_over or is_full)):
-                order["windows"].append(new[: self._window_shards])
+            if len(new) >= self._window_shards or (new and is_over):
+                self._order.append(new[: self._window_shards])
             elif is_over:
-                order["ended"] = True
-            elif is_full and self._paused_at != self._num_releases:
-                self._paused_at = self._num_releases
-                order["windows"].append(_PAUSE)
-            else:
-                self._refuse_lost(writer, deadline)
+                self._order.end()
+            elif not self._watch.is_stuck(writer):
+                self._watch.refuse_lost(writer)
+                self._stopped.wait(POLL_S)
                 continue
-            write_json(self.folder / STREAM_FOLDER / _ORDER_NAME, order)
+            elif not self._go_on_stuck(new, time.monotonic() - began):
+                self._stopped.wait(POLL_S)
+                continue
             return
 
-    def _wait_for_order(self, done: int) -> None:
+    def _go_on_stuck(self, new: list[int], waited_s: float) -> bool:
+        """Ask for a release, or do without. False: wait on."""
+        num_pauses = sum(window == _PAUSE for window in self._order.windows)
+        last = self._order.windows[-1:]
+        if last != [_PAUSE]:
+            self._order.append(_PAUSE)
+        elif self._num_pauses_answered < num_pauses:
+            return False
+        elif new:
+            # A window's worth does not fit; less of it does.
+            self._order.append(new)
+        elif waited_s < (_PATIENCE_S if aside_numbers(self.folder) else 1.0):
+            return False
+        else:
+            raise StreamError(
+                f"{self.folder}: the byte budget is full of shards of which the next optimiser "
+                "step needs more than fit. Raise `stream_bytes` of extract, or lower its "
+                "shard_bytes or train's batch_rows; then start both sides again."
+            )
+        return True
+
+    def _wait_for_order(self) -> None:
         """Other ranks wait for rank 0 to write on."""
-        while not self._stopped.wait(_POLL_S):
-            order = self._read_order()
-            if len(order["windows"]) > done or order["ended"]:
+        known = self._order.state()
+        while not self._stopped.wait(POLL_S):
+            self._order.load()
+            if self._order.state() != known:
                 return
             first_rank = look(self.folder, READER)
             if first_rank and first_rank.state in (DEAD, FAILED):
                 raise StreamError(f"{self.folder}: rank 0 ({first_rank}) is gone. {RESTART}")
 
-    def _read_order(self) -> dict[str, Any]:
-        try:
-            return json.loads((self.folder / STREAM_FOLDER / _ORDER_NAME).read_text())
-        except FileNotFoundError:
-            return {"windows": [], "ended": False}
 
-    def _writer(self) -> Peer | None:
-        """The writer of this run; None before it begins, as long as only an old one is known."""
-        writer = look(self._folder, WRITER)
-        return None if writer is None or writer.run == self._old_run else writer
+class _Order:
+    """Which shards were read together, one list after another, kept in a file; an empty list is a
+    pause."""
 
-    def _is_over(self, writer: Peer | None) -> bool:
-        if writer is not None and writer.state != DONE:
-            return False
-        return writer is not None or load_manifest(self._folder, "extract").status == COMPLETE
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.windows: list[list[int]] = []
+        self.ended = False
+        self.load()
 
-    def _is_full(self, writer: Peer) -> bool:
-        """Nothing can come until shards are released."""
-        if writer.budget_bytes is None or aside_numbers(self.folder):
-            return False
-        return ByteBudget(self.folder, writer.budget_bytes, writer.shard_bytes).is_full()
+    def load(self) -> None:
+        if self._path.is_file():
+            values: dict[str, Any] = json.loads(self._path.read_text())
+            self.windows, self.ended = values["windows"], values["ended"]
 
-    def _refuse_lost(self, writer: Peer | None, deadline: float) -> None:
-        if writer is None and time.monotonic() > deadline:
-            raise StreamError(
-                f"{self._folder}: nobody has written to it for {self._wait_s:.0f} s; start "
-                "`paceline extract` on it"
-            )
-        if writer is not None and writer.state == FAILED:
-            raise StreamError(f"{self._folder}: the writer ({writer}) failed: {writer.error}")
-        if writer is not None and writer.state == DEAD:
-            raise StreamError(f"{self._folder}: the writer ({writer}) died. {RESTART}")
+    def state(self) -> tuple[int, bool]:
+        return len(self.windows), self.ended
 
-    def _wait_for_manifest(self, deadline: float) -> None:
-        # Before it, the folder is not a store, and must stay empty for its writer.
-        while not (self._folder / MANIFEST_NAME).is_file():
-            self._refuse_lost(None, deadline)
-            self._stopped.wait(_POLL_S)
+    def append(self, shards: list[int]) -> None:
+        self.windows.append(shards)
+        self._write()
 
-    def _wait_for_shard(self, deadline: float) -> Shard:
-        """The first shard, or its receipt."""
-        while not self._stopped.wait(_POLL_S):
-            writer = self._writer()
-            is_over = self._is_over(writer)
-            for numbers, where in ((receipt_numbers, receipt_path), (shard_numbers, shard_path)):
-                for number in numbers(self._folder)[:1]:
-                    return Shard(where(self._folder, number))
-            if is_over:
-                break
-            self._refuse_lost(writer, deadline)
-        raise StreamError(f"{self._folder}: the writer is done and stored no sample")
+    def end(self) -> None:
+        self.ended = True
+        self._write()
+
+    def _write(self) -> None:
+        write_json(self._path, {"windows": self.windows, "ended": self.ended})

@@ -102,7 +102,8 @@ def _own(lock: IO[str], folder: Path, role: str) -> None:
 
 
 def _is_locked(folder: Path, role: str) -> bool:
-    with _lock_path(folder, role).open("a") as lock:
+    # NFS grants a shared lock only on a file that can be read.
+    with _lock_path(folder, role).open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -15,7 +15,7 @@ from paceline.artefact import differences
 from paceline.contracts import TokenSample
 from paceline.errors import StoreCorruption, StoreError
 from paceline.store import checksum
-from paceline.store.budget import claim_of
+from paceline.store.budget import budget_of
 from paceline.store.codecs import Codec, codec_of
 from paceline.store.encoded import STATE_KINDS, EncodedSample
 from paceline.store.files import AsideFile, shard_numbers, shard_path
@@ -52,7 +52,7 @@ class ShardWriter:
         self.worker = worker
         self.num_samples = 0
         self._codec = codec_of(spec)
-        self._claim = claim_of(self.folder, spec.shard_bytes)
+        self._budget = budget_of(self.folder)
         self._seen: set[str] = set()
         self._shard: _ShardInWork | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-publish")
@@ -89,8 +89,11 @@ class ShardWriter:
         num_bytes = _most_bytes(sample, encoded)
         if self._shard and self._shard.num_bytes + num_bytes > self.spec.shard_bytes:
             self._publish()
+        if self._budget:
+            self._budget.check_reader()
         if self._shard is None:
-            self._shard = _ShardInWork(self._claim(), self.spec, self._codec)
+            file = self._budget.claim() if self._budget else AsideFile(self.folder)
+            self._shard = _ShardInWork(file, self.spec, self._codec)
         try:
             self._shard.add(sample, encoded, expected)
         except BaseException:
