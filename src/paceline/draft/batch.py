@@ -7,6 +7,7 @@ D target width.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Protocol, Self
 
 import numpy as np
@@ -20,6 +21,21 @@ class Document(Protocol):
     loss_mask: np.ndarray | torch.Tensor
     aux: torch.Tensor
     last: torch.Tensor
+
+
+class PackedDocuments(Protocol):
+    """Documents one after the other; `store.PackedSamples` is one.
+
+    input_ids int32 [N] and loss_mask bool [N] on the CPU; aux [T, A, D], last [M, D] on any device;
+    token_starts, aux_starts: where each document's tokens and rows begin, and the end.
+    """
+
+    input_ids: torch.Tensor
+    loss_mask: torch.Tensor
+    aux: torch.Tensor
+    last: torch.Tensor
+    token_starts: Sequence[int]
+    aux_starts: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -71,37 +87,54 @@ class PackedBatch:
         return self.teacher_of_token[self.token_of_row[rows] + 1 + step]
 
 
-def run_lengths(loss_mask: np.ndarray) -> np.ndarray:
-    """How many supervised tokens follow each token without a gap: int64 [N].
+@dataclass(frozen=True)
+class _Joined:
+    """Implements PackedDocuments."""
 
-    >>> run_lengths(np.array([0, 0, 1, 1, 0, 1], bool)).tolist()
-    [0, 2, 1, 0, 1, 0]
-    """
-    lengths = np.zeros(len(loss_mask) + 1, np.int64)
-    for i in range(len(loss_mask) - 1, -1, -1):
-        lengths[i] = lengths[i + 1] + 1 if loss_mask[i] else 0
-    return lengths[1:]
+    input_ids: torch.Tensor
+    loss_mask: torch.Tensor
+    aux: torch.Tensor
+    last: torch.Tensor
+    token_starts: Sequence[int]
+    aux_starts: Sequence[int]
 
 
 def pack(documents: Sequence[Document]) -> PackedBatch:
     """Pack documents; their aux rows may end early (at the last supervised position but one)."""
-    rows = [len(d.aux) for d in documents]
-    sizes = [len(d.input_ids) for d in documents]
-    token_starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-    row_starts = np.concatenate([[0], np.cumsum(rows)[:-1]])
-    masks = [np.asarray(d.loss_mask, dtype=bool) for d in documents]
-    mask = np.concatenate(masks)
-    teacher = np.where(mask, np.cumsum(mask) - 1, -1)
-    positions = [np.arange(r) for r in rows]
-    long = lambda parts: torch.from_numpy(np.concatenate(parts).astype(np.int64))
+    join = lambda tensors: torch.cat([torch.as_tensor(t) for t in tensors])
+    return from_packed(
+        _Joined(
+            input_ids=join(d.input_ids for d in documents),
+            loss_mask=join(d.loss_mask for d in documents),
+            aux=join(d.aux for d in documents),
+            last=join(d.last for d in documents),
+            token_starts=[0, *accumulate(len(d.input_ids) for d in documents)],
+            aux_starts=[0, *accumulate(len(d.aux) for d in documents)],
+        )
+    )
+
+
+def from_packed(documents: PackedDocuments) -> PackedBatch:
+    """The batch of documents that lie one after the other; the states are not copied."""
+    token_starts, row_starts = map(np.asarray, (documents.token_starts, documents.aux_starts))
+    document = np.repeat(np.arange(len(row_starts) - 1), np.diff(row_starts))
+    starts = row_starts[document]
+    positions = np.arange(len(document)) - starts
+    token_of_row = token_starts[document] + positions
+    mask = documents.loss_mask.numpy()
+    # A run of supervised tokens ends at the next unsupervised one, or with its document.
+    gaps = np.append(np.flatnonzero(~mask), len(mask))
+    next_gap = gaps[np.searchsorted(gaps, token_of_row + 1)]
+    run_end = np.minimum(next_gap, token_starts[document + 1])
+    long = lambda values: torch.from_numpy(values.astype(np.int64))
     return PackedBatch(
-        aux=torch.cat([d.aux for d in documents]),
-        last=torch.cat([d.last for d in documents]),
-        tokens=long([np.asarray(d.input_ids) for d in documents]),
-        token_of_row=long([s + p for s, p in zip(token_starts, positions, strict=True)]),
+        aux=documents.aux,
+        last=documents.last,
+        tokens=documents.input_ids.long(),
+        token_of_row=long(token_of_row),
         positions=long(positions),
-        starts=long([np.full(r, s) for r, s in zip(rows, row_starts, strict=True)]),
-        document=long([np.full(r, i) for i, r in enumerate(rows)]),
-        run_length=long([run_lengths(m)[:r] for m, r in zip(masks, rows, strict=True)]),
-        teacher_of_token=torch.from_numpy(teacher.astype(np.int64)),
+        starts=long(starts),
+        document=long(document),
+        run_length=long(run_end - (token_of_row + 1)),
+        teacher_of_token=long(np.where(mask, np.cumsum(mask) - 1, -1)),
     )
