@@ -75,6 +75,20 @@ class TargetOptions(Options):
     )
 
 
+class CacheOptions(Options):
+    """Where slices of a store below a URL are kept."""
+
+    cache_dir: str | None = opt(
+        None, "Folder of the local cache; None: `paceline` in the user's cache.", identity=False
+    )
+    cache_bytes: int = opt(
+        64 << 30,
+        "Bytes of remote stores that are kept; those opened longest ago go first.",
+        identity=False,
+        ge=1,
+    )
+
+
 class PrepareOptions(StageOptions, TargetOptions):
     """`prepare`: conversations to a token data set with an exact loss mask."""
 
@@ -184,6 +198,12 @@ class ExtractOptions(StageOptions, TargetOptions):
     """`extract`: verified hidden states of chosen layers into a store."""
 
     data: str = opt("", "Folder that `prepare` wrote.", identity=False)
+    staging: str | None = opt(
+        None,
+        "Local folder where a store is made whose `out` is a URL of fsspec (`s3://bucket/store`); "
+        "it goes once all is uploaded. None: inside the user's cache.",
+        identity=False,
+    )
     layers: list[int] | None = opt(
         None,
         "Auxiliary hidden-state indices k (k = 0: embedding output, k = n: last layer before the "
@@ -258,10 +278,10 @@ class DraftOptions(Options):
     )
 
 
-class TrainOptions(StageOptions, TargetOptions):
+class TrainOptions(StageOptions, TargetOptions, CacheOptions):
     """`train`: an EAGLE-3 draft from a store and a draft vocabulary."""
 
-    store: str = opt("", "Folder that `extract` wrote.", identity=False)
+    store: str = opt("", "Folder that `extract` wrote, or the URL of a store.", identity=False)
     vocab: str = opt("", "Folder that `align` wrote.", identity=False)
     draft: DraftOptions = Field(default_factory=DraftOptions, description="Shape of the draft.")
     start_from: str = opt(
@@ -312,7 +332,7 @@ class TrainOptions(StageOptions, TargetOptions):
     )
 
 
-class EvaluateOptions(StageOptions, TargetOptions):
+class EvaluateOptions(StageOptions, TargetOptions, CacheOptions):
     """`evaluate`: acceptance length, server-free or in real decoding."""
 
     draft: str = opt(
@@ -395,10 +415,12 @@ class ReportOptions(StageOptions):
     title: str | None = opt(None, "Title of the page; None: the target's and the run's names.")
 
 
-class InspectOptions(Options):
+class InspectOptions(CacheOptions):
     """`inspect`: what an artefact folder holds, and whether it is whole."""
 
-    folder: str = opt("", "Folder that a stage of paceline wrote.", positional=True)
+    folder: str = opt(
+        "", "Folder that a stage of paceline wrote, or the URL of a store.", positional=True
+    )
     verify: bool = opt(False, "Read everything and compare it with its checksums.")
     sample: str | None = opt(None, "Id of the sample to show decoded; None: the first one.")
 
