@@ -219,7 +219,7 @@ def open_stage(
             _empty(folder)
         if (folder / MANIFEST_NAME).is_file():
             found = load_manifest(folder, stage)
-            _refuse_differences(folder, found, wanted)
+            refuse_other_work(folder, found, inputs, options)
             yield StageFolder(folder, found, resumed=True)
             return
         strangers = [p.name for p in folder.iterdir() if not _is_own_scrap(p)]
@@ -262,8 +262,14 @@ def _checksum(manifest: Manifest) -> str:
     return fingerprint.of_json(_plain(asdict(replace(manifest, checksum=None))))
 
 
-def _refuse_differences(folder: Path, found: Manifest, wanted: Manifest) -> None:
-    lines = differences(found.inputs, wanted.inputs) + differences(found.options, wanted.options)
+def refuse_other_work(
+    folder: str | Path,
+    found: Manifest,
+    inputs: Mapping[str, Mapping[str, Any]],
+    options: Mapping[str, Any],
+) -> None:
+    """Raises FingerprintMismatch where a folder's work is not that of these inputs and options."""
+    lines = differences(found.inputs, _plain(inputs)) + differences(found.options, _plain(options))
     if lines:
         raise FingerprintMismatch(
             f"{folder} holds other work than what is asked for now:\n  "
