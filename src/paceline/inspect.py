@@ -24,6 +24,8 @@ from paceline.prepare.summary import add_up
 from paceline.recipe import InspectOptions, TargetOptions
 from paceline.runlog import read_log
 from paceline.store import Store
+from paceline.store.cache import Cache
+from paceline.store.place import Place, is_remote
 from paceline.target.spec import Target, open_target
 from paceline.verbs import make_callable
 from paceline.vocab import load_vocabulary
@@ -40,6 +42,8 @@ def run(options: InspectOptions) -> dict[str, Any]:
     """
     if not options.folder:
         raise UsageError("inspect: name a folder that a stage wrote")
+    if is_remote(options.folder):
+        return _look_far(options)
     folder = Path(options.folder)
     manifest = _manifest(folder)
     files = [p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(".")]
@@ -50,6 +54,22 @@ def run(options: InspectOptions) -> dict[str, Any]:
         "files": {"count": len(files), "bytes": sum(p.stat().st_size for p in files)},
         "verified": verify(folder, manifest) if options.verify else None,
         **(look(folder, manifest, options.sample) if look else {}),
+    }
+
+
+def _look_far(options: InspectOptions) -> dict[str, Any]:
+    """A store below a URL."""
+    place = Place(options.folder)
+    store = Store(place.url, cache=Cache(options.cache_dir, options.cache_bytes))
+    sizes = [file.num_bytes for file in place.files().values()]
+    if options.verify:
+        store.verify()
+    return {
+        "folder": place.url,
+        **asdict(store.manifest),
+        "files": {"count": len(sizes), "bytes": sum(sizes)},
+        "verified": {"fingerprint": store.manifest.fingerprint} if options.verify else None,
+        "sample": _sample_of(store, options.sample),
     }
 
 
@@ -121,14 +141,17 @@ def _prepared(folder: Path, manifest: Manifest, sample_id: str | None) -> dict[s
     return {"sample": _decoded(manifest, _chosen(samples, sample_id, folder))}
 
 
-def _stored(folder: Path, manifest: Manifest, sample_id: str | None) -> dict[str, Any]:
-    store = Store(folder, unfinished=True)
+def _stored(folder: Path, _: Manifest, sample_id: str | None) -> dict[str, Any]:
+    return {"sample": _sample_of(Store(folder, unfinished=True), sample_id)}
+
+
+def _sample_of(store: Store, sample_id: str | None) -> dict[str, Any] | None:
     try:
         index = 0 if sample_id is None else store.records.find(sample_id)
     except KeyError:
-        raise _no_sample(folder, sample_id) from None
+        raise _no_sample(store.folder, sample_id) from None
     if not len(store):
-        return {"sample": None}
+        return None
     stored = store.read(index)
     record = stored.record
     sample = TokenSample(
@@ -139,8 +162,8 @@ def _stored(folder: Path, manifest: Manifest, sample_id: str | None) -> dict[str
         split=record.split,
         num_past_end=record.num_past_end,
     )
-    recorded = store.manifest.result or {"target": _recorded_by_input(manifest)}
-    return {"sample": _decoded_for(recorded["target"], sample)}
+    recorded = store.manifest.result or {"target": _recorded_by_input(store.manifest)}
+    return _decoded_for(recorded["target"], sample)
 
 
 def _generated(folder: Path, _: Manifest, sample_id: str | None) -> dict[str, Any]:
@@ -214,7 +237,7 @@ def _chosen(
     return found
 
 
-def _no_sample(folder: Path, sample_id: str | None) -> UsageError:
+def _no_sample(folder: Path | str, sample_id: str | None) -> UsageError:
     return UsageError(f"{folder} has no sample {sample_id!r}")
 
 

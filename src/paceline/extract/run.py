@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.artefact import StageFolder, describe_input, open_stage, write_json
+from paceline.artefact import StageFolder, describe_input, write_json
 from paceline.contracts import Accounting, LayerPlan, TokenSample
 from paceline.dataset import TokenDataset
 from paceline.device import choose_device, choose_dtype, dtype_name
@@ -23,6 +23,7 @@ from paceline.progress import progress_bar
 from paceline.recipe import ExtractOptions
 from paceline.store import StoreSpec, content_fingerprint, published_ids
 from paceline.store.sizes import store_size
+from paceline.store.staging import open_store_stage
 from paceline.target.layers import plan_layers
 from paceline.target.spec import Target, open_target
 
@@ -57,7 +58,9 @@ def run(options: ExtractOptions) -> dict[str, Any]:
         "target": target.describe_input(),
     }
     identity = {**options.identity(), "layers": list(plan.aux)}
-    with open_stage(options.out, "extract", inputs, identity, options.overwrite) as stage:
+    with open_store_stage(
+        options.out, options.staging, inputs, identity, options.overwrite
+    ) as stage:
         if stage.done:
             return stage.result
         return _extract(options, stage, data, target, plan)

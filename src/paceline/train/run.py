@@ -22,6 +22,7 @@ from paceline.progress import progress_bar
 from paceline.recipe import TrainOptions
 from paceline.runlog import LOG_FILE
 from paceline.store import Store
+from paceline.store.cache import Cache
 from paceline.target.model import TeacherHead
 from paceline.target.spec import Target, open_target
 from paceline.train.batches import StepPlan
@@ -47,7 +48,7 @@ def run(options: TrainOptions) -> dict[str, Any]:
             "train: pass `store` (of `extract`), `vocab` (of `align`; or `start_from`, a draft) "
             "and `out`"
         )
-    store = Store(options.store)
+    store = Store(options.store, cache=Cache(options.cache_dir, options.cache_bytes))
     target = open_target(options, store.manifest.result["target"])
     target.check_made_by(
         store.manifest.inputs["target"]["fingerprint"], f"{store.folder} holds states of"
