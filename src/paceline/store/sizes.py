@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from paceline.contracts import TokenSample
 from paceline.store.codecs import codec_of
+from paceline.store.encoded import COLUMNS
 from paceline.store.shard import HEADER_BYTES
 from paceline.store.spec import StoreSpec
-from paceline.store.writer import COLUMNS
 
 # Per token: an id (int32) and a mask byte. Per sample: three offsets, num_past_end, a checksum.
 _TOKEN_BYTES, _ENTRY_BYTES = 5, 44

@@ -13,19 +13,24 @@ import torch
 
 from paceline.artefact import differences
 from paceline.contracts import TokenSample
-from paceline.errors import StoreCorruption, StoreError
+from paceline.errors import StoreError
 from paceline.store import checksum
 from paceline.store.budget import budget_of
 from paceline.store.codecs import Codec, codec_of
-from paceline.store.encoded import STATE_KINDS, EncodedSample
+from paceline.store.encoded import (
+    COLUMNS,
+    STATE_KINDS,
+    EncodedSample,
+    Parts,
+    describe,
+    digest_of,
+)
 from paceline.store.files import AsideFile, shard_numbers, shard_path
 from paceline.store.shard import HEADER_BYTES, Shard, TensorEntry, build_header, bytes_of
 from paceline.store.spec import StoreSpec
 
 logger = logging.getLogger(__name__)
 
-# What a sample is besides its tensors; kept as JSON columns.
-COLUMNS = ("sample_id", "conversation_id", "source", "split", "finished")
 # Offsets (24), num_past_end (4) and checksum (16) of a sample.
 _ENTRY_BYTES = 44
 # Names of the JSON columns, padding, the first entry of each offsets tensor.
@@ -74,18 +79,12 @@ class ShardWriter:
     def add_encoded(self, stored: EncodedSample) -> None:
         """Store a sample of another shard of the same layers, width, dtype and codec, bit by bit.
 
-        Raises StoreError where it was stored already, StoreCorruption where it is not what its
-        checksum says; both name the sample.
+        Raises StoreError, which names the sample, where it was stored already.
         """
         self._refuse([], stored.sample)
-        self._keep(stored.sample, stored.parts, stored.checksum)
+        self._keep(stored.sample, stored.parts)
 
-    def _keep(
-        self,
-        sample: TokenSample,
-        encoded: dict[str, list[torch.Tensor]],
-        expected: bytes | None = None,
-    ) -> None:
+    def _keep(self, sample: TokenSample, encoded: Parts) -> None:
         num_bytes = _most_bytes(sample, encoded)
         if self._shard and self._shard.num_bytes + num_bytes > self.spec.shard_bytes:
             self._publish()
@@ -95,7 +94,7 @@ class ShardWriter:
             file = self._budget.claim() if self._budget else AsideFile(self.folder)
             self._shard = _ShardInWork(file, self.spec, self._codec)
         try:
-            self._shard.add(sample, encoded, expected)
+            self._shard.add(sample, encoded)
         except BaseException:
             self.discard()
             raise
@@ -214,27 +213,9 @@ class _ShardInWork:
         self._streamed_hash = checksum.new()
         self._file = file
 
-    def add(
-        self,
-        sample: TokenSample,
-        encoded: dict[str, list[torch.Tensor]],
-        expected: bytes | None = None,
-    ) -> None:
-        """expected: the sample's checksum, where it was stored before."""
-        tokens = {
-            "input_ids": torch.from_numpy(sample.input_ids).clone(),
-            "loss_mask": torch.from_numpy(sample.loss_mask).clone(),
-        }
-        digest = checksum.new()
-        digest.update(_describe(sample))
-        for tensor in (*tokens.values(), *encoded["aux"], *encoded["last"]):
-            digest.update(bytes_of(tensor))
-        if expected not in (None, digest.digest()):
-            raise StoreCorruption(
-                f"sample {sample.sample_id} is not what its checksum says: its shard is damaged"
-            )
-        for name, tensor in tokens.items():
-            self._held[name].append(tensor)
+    def add(self, sample: TokenSample, encoded: Parts) -> None:
+        self._held["input_ids"].append(torch.from_numpy(sample.input_ids).clone())
+        self._held["loss_mask"].append(torch.from_numpy(sample.loss_mask).clone())
         for kind in STATE_KINDS:
             for part, tensor in zip(self._parts[kind], encoded[kind], strict=True):
                 self._keep(kind + part.suffix, tensor, part.row_shape is None)
@@ -244,7 +225,7 @@ class _ShardInWork:
         self._num_past_end.append(sample.num_past_end)
         for name in COLUMNS:
             self._columns[name].append(getattr(sample, name))
-        self._sample_checksums.append(digest.digest())
+        self._sample_checksums.append(digest_of(sample, encoded))
         self.num_samples += 1
         self.num_bytes += _most_bytes(sample, encoded)
 
@@ -302,18 +283,12 @@ class _ShardInWork:
         return {"pad": pad, **dict(in_order)}
 
 
-def _most_bytes(sample: TokenSample, encoded: dict[str, list[torch.Tensor]]) -> int:
+def _most_bytes(sample: TokenSample, encoded: Parts) -> int:
     """The most that a sample adds to a shard."""
     parts = [part for kind in encoded.values() for part in kind]
     states = sum(part.nbytes for part in parts)
     tokens = sample.input_ids.nbytes + sample.loss_mask.nbytes
-    return states + tokens + len(_describe(sample)) + _ENTRY_BYTES + 8 * len(parts)
-
-
-def _describe(sample: TokenSample) -> bytes:
-    """What a sample's checksum covers besides its tensors; the lengths keep borders unambiguous."""
-    fields = [getattr(sample, name) for name in COLUMNS]
-    return json.dumps([*fields, sample.num_tokens, sample.num_past_end]).encode()
+    return states + tokens + len(describe(sample)) + _ENTRY_BYTES + 8 * len(parts)
 
 
 def _from_bytes(data: bytes) -> torch.Tensor:
