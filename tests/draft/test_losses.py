@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.draft.batch import pack
-from paceline.draft.losses import distillation_loss
+from paceline.draft.losses import Teacher, distillation_loss
 
 from . import oracle
 from .tiny import random_doc, shape_of, stored, tiny_config, tiny_draft, weights_of
@@ -43,7 +43,7 @@ def both(config, docs, steps, chunk=5, decay=0.8, packed=True):
     num_rows = sum(b.num_supervised_rows for b in batches)
     total = 0.0
     for batch in batches:
-        loss, _ = distillation_loss(draft, batch, teacher, steps, decay, num_rows, chunk)
+        loss, _ = distillation_loss(draft, batch, Teacher(teacher), steps, decay, num_rows, chunk)
         loss.backward()
         total = total + loss.detach()
     weights = weights_of(draft)
@@ -116,7 +116,7 @@ def test_the_sums_are_those_of_the_rows():
     draft = tiny_draft(config)
     batch = pack([stored(d) for d in docs])
     teacher = lambda last: last[:, :12] * 3
-    _, sums = distillation_loss(draft, batch, teacher, 3, 0.8, 4, chunk=2)
+    _, sums = distillation_loss(draft, batch, Teacher(teacher), 3, 0.8, 4, chunk=2)
     states = oracle.states_of_steps(
         weights_of(draft), shape_of(config), docs[0], draft.embed_tokens.weight, 3
     )

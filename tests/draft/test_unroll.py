@@ -23,8 +23,8 @@ def test_T06_packed_documents_do_not_see_each_other():
         assert batch.document.tolist() == [0, 0, 1]
         # Next-token targets [1, 1, 0 | 1, 0], the last rows not even stored.
         assert batch.run_length.tolist() == [2, 1, 1]
-        states, rows = unroll_states(draft, batch, 2)
-        assert rows.sizes == (3, 1)
+        states, steps = unroll_states(draft, batch, 2)
+        assert [len(step.teacher) for step in steps] == [3, 1]
         outputs.append(states[0][2])
     assert torch.equal(*outputs)
 
@@ -48,7 +48,7 @@ def test_T09_each_row_sees_its_step_0_keys_and_one_own_key_a_step():
         unroll = Unroll(draft, aux, ids[1 : length + 1], positions, starts)
         state = unroll.first(torch.arange(length))
         if moved_row is not None:
-            unroll.step_0_keys[0][1][moved_row] += 1.0
+            unroll.step_0_keys[0][moved_row, 1] += 1.0  # its only head's value
         for step in range(1, steps):
             state = unroll.next(ids[torch.arange(length) + 1 + step])
         return state

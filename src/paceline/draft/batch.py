@@ -58,10 +58,13 @@ class PackedBatch:
     document: torch.Tensor
     run_length: torch.Tensor
     teacher_of_token: torch.Tensor
+    supervised: "SupervisedRows"
 
     def to(self, device: str | torch.device, dtype: torch.dtype) -> Self:
-        """Everything on a device; the states in `dtype` (ids and indices stay int64)."""
-        moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)}
+        """All tensors on a device; the states in `dtype` (ids and indices stay int64)."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        tensors = {k: v for k, v in values.items() if isinstance(v, torch.Tensor)}
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
         moved["aux"], moved["last"] = moved["aux"].to(dtype), moved["last"].to(dtype)
         return replace(self, **moved)
 
@@ -76,7 +79,7 @@ class PackedBatch:
 
     @property
     def num_supervised_rows(self) -> int:
-        return int((self.run_length > 0).sum())
+        return len(self.supervised.rows)
 
     def read_ids(self, rows: torch.Tensor, step: int) -> torch.Tensor:
         """The token whose embedding rows read at a TTT step: p + 1 + step."""
@@ -85,6 +88,60 @@ class PackedBatch:
     def teacher_rows(self, rows: torch.Tensor, step: int) -> torch.Tensor:
         """The row of `last` that teaches rows at a TTT step: position p + 1 + step."""
         return self.teacher_of_token[self.token_of_row[rows] + 1 + step]
+
+
+@dataclass(frozen=True)
+class SupervisedRows:
+    """What the host knows of the R rows supervised at step 0, so that no step asks the device.
+
+    rows int64 [R]: which of the T rows, ascending; run_length int64 [R]; teacher int64 [R]: the row
+    of `last` that teaches each at step 0. Supervised tokens of a run are neighbours, in the
+    document and in `last`: step j reads and is taught one further on than step j - 1.
+    """
+
+    rows: np.ndarray
+    run_length: np.ndarray
+    teacher: np.ndarray
+
+
+@dataclass(frozen=True)
+class TaughtStep:
+    """The rows of one TTT step, R of them, ascending. On the device of the arithmetic, int64:
+
+    keep [R]: which rows of the step before (of all T at step 0) they are, None for all; source [R]:
+    the row of step 0 whose token they read; teacher [R]: the row of `last` that teaches them.
+    host_teacher: the same on the host.
+    """
+
+    keep: torch.Tensor | None
+    source: torch.Tensor
+    teacher: torch.Tensor
+    host_teacher: np.ndarray
+
+
+def taught_steps(batch: PackedBatch, num_steps: int) -> list[TaughtStep]:
+    """The TTT steps that have rows, at most num_steps: all indices in one copy to the device."""
+    supervised = batch.supervised
+    before, steps = np.arange(len(batch.positions)), []
+    for step in range(num_steps):
+        chosen = np.flatnonzero(supervised.run_length > step)
+        if not len(chosen):
+            break
+        rows = supervised.rows[chosen]
+        steps.append(
+            (np.searchsorted(before, rows), chosen + step, supervised.teacher[chosen] + step)
+        )
+        before = rows
+    sizes = [len(part) for step in steps for part in step]
+    joined = np.concatenate([part for step in steps for part in step] or [np.empty(0, np.int64)])
+    parts = torch.from_numpy(joined).to(batch.aux.device, non_blocking=True).split(sizes)
+    taught, num_before = [], len(batch.positions)
+    for number, (keep, _, teacher) in enumerate(steps):
+        kept, source, device_teacher = parts[3 * number : 3 * number + 3]
+        everything = len(keep) == num_before
+        taught.append(TaughtStep(None if everything else kept, source, device_teacher, teacher))
+        num_before = len(keep)
+    return taught
 
 
 @dataclass(frozen=True)
@@ -126,6 +183,9 @@ def from_packed(documents: PackedDocuments) -> PackedBatch:
     gaps = np.append(np.flatnonzero(~mask), len(mask))
     next_gap = gaps[np.searchsorted(gaps, token_of_row + 1)]
     run_end = np.minimum(next_gap, token_starts[document + 1])
+    run_length = run_end - (token_of_row + 1)
+    teacher_of_token = np.where(mask, np.cumsum(mask) - 1, -1)
+    rows = np.flatnonzero(run_length > 0)
     long = lambda values: torch.from_numpy(values.astype(np.int64))
     return PackedBatch(
         aux=documents.aux,
@@ -135,6 +195,7 @@ def from_packed(documents: PackedDocuments) -> PackedBatch:
         positions=long(positions),
         starts=long(starts),
         document=long(document),
-        run_length=long(run_end - (token_of_row + 1)),
-        teacher_of_token=long(np.where(mask, np.cumsum(mask) - 1, -1)),
+        run_length=long(run_length),
+        teacher_of_token=long(teacher_of_token),
+        supervised=SupervisedRows(rows, run_length[rows], teacher_of_token[token_of_row[rows] + 1]),
     )

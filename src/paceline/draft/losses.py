@@ -3,78 +3,73 @@
 No tensor of [rows, vocabulary] outlives a chunk: the states of all steps are made first, then for
 each chunk of teacher positions the teacher's logits are made once, every student row that this
 teacher position supervises (any step) is scored, its gradient is made at once, and all is dropped.
-Legend: M teacher positions, N student rows over all steps, E draft width, W draft vocabulary, S
-TTT steps.
+Legend: M teacher positions, N student rows over all steps, R rows of a step, E draft width, V
+target vocabulary, W draft vocabulary, S TTT steps.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 
-from paceline.draft.batch import PackedBatch
+from paceline.draft.batch import PackedBatch, TaughtStep, taught_steps
 from paceline.draft.model import Draft
+from paceline.draft.objectives import OBJECTIVES, Objective
 from paceline.draft.unroll import Unroll
+from paceline.ops import distil
 
-Teacher = Callable[[torch.Tensor], torch.Tensor]  # last [C, D] -> logits [C, W]
+TeacherLogits = Callable[[torch.Tensor], torch.Tensor]  # last [C, D] -> logits [C, W or V]
 
 
 @dataclass(frozen=True)
-class StudentRows:
-    """All student rows of a batch, step after step. teacher int64 [N]: each row's teacher position,
-    ascending within a step; sizes: rows of each step."""
+class Teacher:
+    """The target's norm and head. logits: over the draft vocabulary, or where `columns` (int64 [W],
+    ids of the draft vocabulary) is given, over the target's whole vocabulary."""
 
-    teacher: torch.Tensor
-    sizes: tuple[int, ...]
+    logits: TeacherLogits
+    columns: torch.Tensor | None = None
 
-    def chunk(self, low: int, high: int) -> list[slice]:
-        """For each step, the rows whose teacher position is in [low, high)."""
-        slices, offset = [], 0
-        borders = torch.tensor([low, high], device=self.teacher.device)
-        for size in self.sizes:
-            found = torch.searchsorted(self.teacher[offset : offset + size], borders).tolist()
-            slices.append(slice(offset + found[0], offset + found[1]))
-            offset += size
-        return slices
+    def rows(self, last_CD: torch.Tensor) -> distil.Teacher:
+        logits = self.logits(last_CD)
+        if self.columns is None:
+            return distil.teacher_rows(logits)
+        whole = distil.log_sum_exp(logits)
+        logits = logits.index_select(1, self.columns)
+        return distil.teacher_rows(logits, distil.log_sum_exp(logits) - whole)
 
 
 @dataclass
 class StepSums:
     """Sums over the rows of each TTT step: float64-safe pieces for logs, [S] each, detached.
 
-    rows: how many; kl: nats; agree: student and teacher have the same most likely token; overlap:
-    sum of min(p, q), the chance that a sampled draft token is accepted.
+    rows: how many; loss: of the objective; kl: nats; agree: student and teacher have the same most
+    likely token; overlap: sum of min(p, q), the chance that a sampled draft token is accepted.
     """
 
     rows: torch.Tensor
+    loss: torch.Tensor
     kl: torch.Tensor
     agree: torch.Tensor
     overlap: torch.Tensor
 
     def add(self, other: "StepSums") -> "StepSums":
-        pairs = ((getattr(self, n), getattr(other, n)) for n in ("rows", "kl", "agree", "overlap"))
-        return StepSums(*(a + b for a, b in pairs))
+        names = [f.name for f in fields(self)]
+        return StepSums(*(getattr(self, name) + getattr(other, name) for name in names))
 
 
 def unroll_states(
     draft: Draft, batch: PackedBatch, num_steps: int
-) -> tuple[list[torch.Tensor], StudentRows]:
-    """Residual streams of every TTT step, and which teacher position each row meets.
+) -> tuple[list[torch.Tensor], list[TaughtStep]]:
+    """Residual streams [R, E] of every TTT step that has rows, and those rows.
 
     The draft reads the true tokens (teacher forcing) and its own states.
     """
+    steps = taught_steps(batch, num_steps)
     unroll = Unroll(draft, batch.aux, batch.next_ids, batch.positions, batch.starts)
-    rows = batch.supervised_rows(0)
-    states = [unroll.first(rows)]
-    teachers = [batch.teacher_rows(rows, 0)]
-    for step in range(1, num_steps):
-        keep = torch.nonzero(batch.run_length[rows] > step).squeeze(1)
-        if not len(keep):
-            break
-        rows = rows[keep]
-        states.append(unroll.next(batch.read_ids(rows, step), keep))
-        teachers.append(batch.teacher_rows(rows, step))
-    return states, StudentRows(torch.cat(teachers), tuple(len(t) for t in teachers))
+    states = [unroll.first(steps[0].keep)] if steps else []
+    states += [unroll.next_taught(step.source, step.keep) for step in steps[1:]]
+    return states, steps
 
 
 def distillation_loss(
@@ -85,106 +80,106 @@ def distillation_loss(
     step_decay: float,
     num_rows: int,
     chunk: int,
+    objective: str = "kl",
 ) -> tuple[torch.Tensor, StepSums]:
-    """Sum over steps j of decay^j * (sum over the rows of step j of KL(teacher, draft)) / num_rows.
+    """Sum over steps j of decay^j * (sum of the objective over the rows of step j) / num_rows.
 
     num_rows: rows supervised at step 0 in the whole optimiser step, over all ranks and accumulation
-    steps. The teacher's softmax is renormalised on the draft vocabulary. Returns the loss (float32
-    scalar, differentiable once) and the sums per step.
+    steps. chunk: teacher positions whose logits are in memory at a time.
+    Returns the loss (a scalar of float32 at least, differentiable once) and the sums per step.
     """
-    states, rows = unroll_states(draft, batch, num_steps)
-    weights = [step_decay**j / num_rows for j in range(len(states))]
-    normed = draft.norm(torch.cat(states))
-    loss, kl, agree, overlap = _ChunkedKL.apply(
-        normed, draft.lm_head.weight, batch.last, teacher, rows, weights, chunk
+    states, steps = unroll_states(draft, batch, num_steps)
+    plan = _Plan(
+        teacher=teacher,
+        objective=OBJECTIVES[objective],
+        steps=steps,
+        weights=[step_decay**j / num_rows for j in range(num_steps)],
+        chunk=chunk,
     )
-    missing = num_steps - len(states)
-    pad = lambda sums: torch.nn.functional.pad(sums, (0, missing))
-    counts = torch.tensor([*rows.sizes, *[0] * missing], dtype=torch.float32, device=kl.device)
-    return loss, StepSums(counts, pad(kl), pad(agree), pad(overlap))
+    normed = [draft.norm(state) for state in states]
+    loss, sums = _Distillation.apply(draft.lm_head.weight, batch.last, plan, *normed)
+    sizes = [len(step.teacher) for step in steps] + [0] * (num_steps - len(steps))
+    counts = torch.tensor(sizes, dtype=torch.float32).to(sums.device, non_blocking=True)
+    return loss, StepSums(counts, *sums)
 
 
-class _ChunkedKL(torch.autograd.Function):
-    """Forward KL and, in the same pass, its gradients to the normed states and the head."""
+@dataclass(frozen=True)
+class _Plan:
+    teacher: Teacher
+    objective: Objective
+    steps: Sequence[TaughtStep]
+    weights: list[float]
+    chunk: int
+
+
+class _Distillation(torch.autograd.Function):
+    """The loss and, in the same pass, its gradients to the normed states and the head."""
 
     @staticmethod
     def forward(
         ctx: torch.autograd.function.FunctionCtx,
-        normed_NE: torch.Tensor,
         head_WE: torch.Tensor,
         last_MD: torch.Tensor,
-        teacher: Teacher,
-        rows: StudentRows,
-        weights: list[float],
-        chunk: int,
-    ) -> tuple[torch.Tensor, ...]:
-        train_head = ctx.needs_input_grad[1]
-        grad_NE = torch.zeros_like(normed_NE)
+        plan: _Plan,
+        *normed_RE: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         exact = torch.promote_types(head_WE.dtype, torch.float32)
-        grad_WE = torch.zeros_like(head_WE, dtype=exact) if train_head else None
-        sums = torch.zeros(3, len(weights), dtype=exact, device=normed_NE.device)
-        for low in range(0, len(last_MD), chunk):
-            high = min(low + chunk, len(last_MD))
-            slices = rows.chunk(low, high)
-            if not any(s.stop > s.start for s in slices):
-                continue
-            taught = _TaughtRows.of(teacher(last_MD[low:high]))
-            for step, part in enumerate(slices):
+        # A weight's gradient is a sum over all rows, so it is added up in float32.
+        grad_WE = torch.zeros_like(head_WE, dtype=exact) if ctx.needs_input_grad[0] else None
+        grads_RE = [torch.empty_like(states) for states in normed_RE]
+        sums = torch.zeros(4, len(plan.weights), dtype=exact, device=head_WE.device)
+        for low in range(0, len(last_MD), plan.chunk):
+            taught = None
+            for number, step in enumerate(plan.steps):
+                part = _rows_between(step.host_teacher, low, low + plan.chunk)
                 if part.stop == part.start:
                     continue
-                states = normed_NE[part]
-                log_q = _log_softmax(states @ head_WE.T)
-                grad, step_sums = _kl_and_gradient(taught.pick(rows.teacher[part] - low), log_q)
-                sums[:, step] += step_sums
-                grad = (grad * weights[step]).to(head_WE.dtype)
-                grad_NE[part] = grad @ head_WE
+                if taught is None:
+                    taught = plan.teacher.rows(last_MD[low : low + plan.chunk])
+                states = normed_RE[number][part]
+                scores = taught.score(states @ head_WE.T, step.teacher[part] - low)
+                sums[:, number] += _sums(plan.objective, scores)
+                grad_RW = _gradient(plan.objective, scores, plan.weights[number])
+                torch.mm(grad_RW, head_WE, out=grads_RE[number][part])
                 if grad_WE is not None:
-                    grad_WE += grad.T @ states
-        ctx.save_for_backward(grad_NE, grad_WE)
-        kl, agree, overlap = sums
-        loss = (kl * torch.tensor(weights, dtype=kl.dtype, device=kl.device)).sum()
-        ctx.mark_non_differentiable(kl, agree, overlap)
-        return loss, kl, agree, overlap
+                    _add_product(grad_WE, grad_RW, states)
+        ctx.save_for_backward(grad_WE, *grads_RE)
+        ctx.dtype = head_WE.dtype
+        weights = torch.tensor(plan.weights, dtype=exact).to(sums.device, non_blocking=True)
+        ctx.mark_non_differentiable(sums)
+        return (sums[0] * weights).sum(), sums
 
     @staticmethod
     def backward(
-        ctx: torch.autograd.function.FunctionCtx, grad_loss: torch.Tensor, *_: torch.Tensor
+        ctx: torch.autograd.function.FunctionCtx, grad_loss: torch.Tensor, _: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        grad_NE, grad_WE = ctx.saved_tensors
-        head = None if grad_WE is None else (grad_WE * grad_loss).to(grad_NE.dtype)
-        return grad_NE * grad_loss.to(grad_NE.dtype), head, None, None, None, None, None
+        grad_WE, *grads_RE = ctx.saved_tensors
+        head = None if grad_WE is None else (grad_WE * grad_loss).to(ctx.dtype)
+        return head, None, None, *(grad * grad_loss.to(grad.dtype) for grad in grads_RE)
 
 
-@dataclass(frozen=True)
-class _TaughtRows:
-    """What a teacher position says, made once for all steps that it teaches: p and log p [C, W],
-    the most likely token [C]."""
-
-    p: torch.Tensor
-    log_p: torch.Tensor
-    best: torch.Tensor
-
-    @classmethod
-    def of(cls, logits: torch.Tensor) -> "_TaughtRows":
-        log_p = _log_softmax(logits)
-        # Finite, so that p log p is 0 at p = 0, not 0 * -inf.
-        log_p.clamp_(min=torch.finfo(torch.float32).min)
-        return cls(log_p.exp(), log_p, log_p.argmax(-1))
-
-    def pick(self, rows: torch.Tensor) -> "_TaughtRows":
-        return _TaughtRows(self.p[rows], self.log_p[rows], self.best[rows])
+def _rows_between(teacher: np.ndarray, low: int, high: int) -> slice:
+    """The rows whose teacher position is in [low, high); teacher ascends."""
+    return slice(*np.searchsorted(teacher, [low, high]).tolist())
 
 
-def _kl_and_gradient(taught: _TaughtRows, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradient of KL(p || q) to the logits of q (it is q - p), and [KL, agreements, overlap]."""
-    agree = (taught.best == log_q.argmax(-1)).sum()
-    # Term by term: a difference of two large sums would lose the digits of a small KL.
-    kl = (taught.p * (taught.log_p - log_q)).sum()
-    q = log_q.exp_()
-    overlap = torch.minimum(taught.p, q).sum()
-    return q.sub_(taught.p), torch.stack([kl, agree.to(kl.dtype), overlap])
+def _sums(objective: Objective, scores: distil.Scores) -> torch.Tensor:
+    """[loss, kl, agree, overlap] over the rows."""
+    loss = objective.value(scores.kl, scores.accepted)
+    return torch.stack([loss, scores.kl, scores.agree, scores.accepted]).sum(1)
 
 
-def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """In float32 at least: half precision has too few bits for probabilities."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+def _gradient(objective: Objective, scores: distil.Scores, weight: float) -> torch.Tensor:
+    by_kl, by_accepted = objective.slopes(scores.kl, scores.accepted)
+    scaled = None if by_accepted is None else by_accepted * weight
+    return scores.gradient(by_kl * weight, scaled)
+
+
+def _add_product(sum_WE: torch.Tensor, grad_RW: torch.Tensor, states_RE: torch.Tensor) -> None:
+    """sum += grad^T states, where the sum may be of a wider dtype."""
+    if sum_WE.dtype == states_RE.dtype:
+        sum_WE.addmm_(grad_RW.T, states_RE)
+    elif sum_WE.is_cuda:
+        torch.addmm(sum_WE, grad_RW.T, states_RE, out_dtype=sum_WE.dtype, out=sum_WE)
+    else:
+        sum_WE += grad_RW.T @ states_RE

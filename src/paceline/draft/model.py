@@ -1,4 +1,5 @@
-"""The weights of an EAGLE-3 draft and the arithmetic of one row; steps are in `unroll`.
+"""The weights of an EAGLE-3 draft, its fusion of auxiliary states and its head; the arithmetic of
+a layer is in `layer`, steps are in `unroll`.
 
 Legend: R rows, A auxiliary states, D target width, E draft width, H / G query / key heads,
 K head width, V target vocabulary, W draft vocabulary.
@@ -7,10 +8,10 @@ K head width, V target vocabulary, W draft vocabulary.
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers.activations import ACT2FN
 
 from paceline.draft.config import DraftConfig
-from paceline.draft.rope import Rotary, rotate
+from paceline.draft.rope import Rotary
+from paceline.ops.norm import rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -20,11 +21,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
+        flat = x.reshape(-1, x.shape[-1])
+        return rms_norm(flat, self.weight, self.eps).view(x.shape)
 
 
 class Attention(nn.Module):
-    """Projections of one attention; the mixing itself is `ops.attention`."""
+    """Projections of one attention."""
 
     def __init__(self, config: DraftConfig, input_size: int) -> None:
         super().__init__()
@@ -38,19 +40,6 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def queries(self, z: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """z [R, inputs] -> rotated queries [R, H, K]."""
-        q = self.q_proj(z).view(len(z), self.num_heads, self.head_dim)
-        return rotate(q if self.q_norm is None else self.q_norm(q), cos, sin)
-
-    def keys_values(
-        self, z: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """z [R, inputs] -> rotated keys and values, [R, G, K] each."""
-        k = self.k_proj(z).view(len(z), self.num_groups, self.head_dim)
-        v = self.v_proj(z).view(len(z), self.num_groups, self.head_dim)
-        return rotate(k if self.k_norm is None else self.k_norm(k), cos, sin), v
-
 
 class MLP(nn.Module):
     def __init__(self, config: DraftConfig) -> None:
@@ -58,10 +47,7 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.act = ACT2FN[config.hidden_act]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+        self.hidden_act = config.hidden_act
 
 
 # Names inside a layer that llama-style targets, drafts and servers' checkpoints share.
@@ -93,19 +79,6 @@ class DraftLayer(nn.Module):
         self.mlp = MLP(config)
         self.norm_before_residual = first and config.norm_before_residual
 
-    def attention_input(self, embedding_RE: torch.Tensor, state_RE: torch.Tensor) -> torch.Tensor:
-        """[R, 2E] for the first layer, [R, E] for later ones (which do not read the embedding)."""
-        if self.hidden_norm is None:
-            return self.input_layernorm(state_RE)
-        return torch.cat([self.input_layernorm(embedding_RE), self.hidden_norm(state_RE)], -1)
-
-    def finish(self, state_RE: torch.Tensor, mixed_RHK: torch.Tensor) -> torch.Tensor:
-        """Residual stream after attention output and MLP, [R, E]."""
-        if self.norm_before_residual:
-            state_RE = self.hidden_norm(state_RE)
-        state_RE = state_RE + self.self_attn.o_proj(mixed_RHK.flatten(1))
-        return state_RE + self.mlp(self.post_attention_layernorm(state_RE))
-
 
 class AuxNorm(nn.Module):
     """The norm in front of `fc`: an RMSNorm, a fixed scale or nothing per auxiliary state, or one
@@ -125,13 +98,22 @@ class AuxNorm(nn.Module):
             # Multiplied in; measured on the data, frozen, folded into `fc` at export.
             self.register_buffer("scale", torch.ones(config.num_aux))
 
-    def forward(self, aux_RAD: torch.Tensor) -> torch.Tensor:
+    def scaled(self, aux_RAD: torch.Tensor) -> torch.Tensor:
+        """The normed states side by side [R, A D], without the trained gain."""
         if self.kind == "rms":
-            return torch.cat([norm(aux_RAD[:, a]) for a, norm in enumerate(self.norms)], -1)
+            eps, width = self.norms[0].eps, aux_RAD.shape[-1]
+            return rms_norm(aux_RAD.reshape(-1, width), None, eps).view(len(aux_RAD), -1)
+        if self.kind == "joint":
+            return rms_norm(aux_RAD.flatten(1), None, self.norm.eps)
         if self.kind == "static":
             aux_RAD = aux_RAD * self.scale.to(aux_RAD.dtype)[:, None]
-        joined = aux_RAD.flatten(1)
-        return self.norm(joined) if self.kind == "joint" else joined
+        return aux_RAD.flatten(1)
+
+    def gain(self) -> torch.Tensor | None:
+        """The trained gain [A D] that belongs to `scaled`."""
+        if self.kind == "rms":
+            return torch.cat([norm.weight for norm in self.norms])
+        return self.norm.weight if self.kind == "joint" else None
 
 
 class Draft(nn.Module):
@@ -158,7 +140,11 @@ class Draft(nn.Module):
 
     def fuse(self, aux_RAD: torch.Tensor) -> torch.Tensor:
         """Auxiliary states [R, A, D] -> the state that step 0 starts from, [R, E]."""
-        return self.fc(self.aux_norm(aux_RAD.to(self.fc.weight.dtype)))
+        weight, gain = self.fc.weight, self.aux_norm.gain()
+        if gain is not None:
+            # So the gain gets its gradient out of the weight's; no product makes one of the states.
+            weight = weight * gain.to(weight.dtype)
+        return F.linear(self.aux_norm.scaled(aux_RAD.to(weight.dtype)), weight)
 
     def embed(self, ids_R: torch.Tensor) -> torch.Tensor:
         """Embeddings [R, E] in the dtype of the arithmetic, whatever they are kept in."""

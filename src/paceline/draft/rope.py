@@ -32,7 +32,7 @@ def llama_config(config: DraftConfig) -> LlamaConfig:
 
 
 class Rotary(nn.Module):
-    """cos and sin for given positions; applies the half-split rotation of llama."""
+    """cos and sin for given positions, for the half-split rotation of llama (`ops.heads`)."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -41,13 +41,7 @@ class Rotary(nn.Module):
         self.register_buffer("inv_freq", source.inv_freq.float().clone(), persistent=False)
 
     def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """positions [R] -> cos, sin [R, 1, K / 2]."""
+        """positions [R] -> cos, sin [R, K / 2]."""
         angles = positions.float()[:, None] * self.inv_freq
         cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
-        return cos.to(dtype)[:, None], sin.to(dtype)[:, None]
-
-
-def rotate(x_RHK: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the pair (x[i], x[i + K / 2]) by its angle."""
-    a, b = x_RHK.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+        return cos.to(dtype), sin.to(dtype)

@@ -103,6 +103,7 @@ class Trainer:
             self.options.step_decay,
             num_rows,
             self.options.logit_chunk,
+            self.options.loss,
         )
 
     @torch.no_grad()
@@ -126,9 +127,9 @@ def figures(sums: StepSums, step_decay: float) -> dict[str, Any]:
     """Means per TTT step out of sums; None for a step without rows. Reads from the device."""
     rows = sums.rows.tolist()
     mean = lambda values: [v / n if n else None for v, n in zip(values.tolist(), rows, strict=True)]
-    kl = sums.kl.tolist()
+    loss = sums.loss.tolist()
     return {
-        "loss": sum(step_decay**j * value for j, value in enumerate(kl)) / max(rows[0], 1.0),
+        "loss": sum(step_decay**j * value for j, value in enumerate(loss)) / max(rows[0], 1.0),
         "kl": mean(sums.kl),
         "top1_agreement": mean(sums.agree),
         "acceptance_rate": mean(sums.overlap),

@@ -15,7 +15,9 @@ from paceline.contracts import HELDOUT_SPLIT, TRAIN_SPLIT
 from paceline.device import choose_device, choose_dtype, dtype_name
 from paceline.draft.checkpoint import WEIGHTS_FILE, save_draft
 from paceline.draft.config import draft_config
+from paceline.draft.losses import Teacher
 from paceline.draft.model import Draft
+from paceline.draft.objectives import OBJECTIVES
 from paceline.errors import FingerprintMismatch, TrainingError, UsageError
 from paceline.forms.source import open_draft
 from paceline.progress import progress_bar
@@ -164,13 +166,7 @@ def _build(
         module.to(dtype)
     return Trainer(
         draft=draft.train(),
-        teacher=TeacherHead(
-            target,
-            dtype,
-            device,
-            rows=torch.from_numpy(vocabulary.selected),
-            is_normed=store.spec.last_is_normed,
-        ),
+        teacher=_teacher(options, store, vocabulary, target, dtype, device),
         optimiser=MasterAdamW(draft, options),
         store=store,
         plan=plan,
@@ -179,6 +175,22 @@ def _build(
         device=device,
         dtype=dtype,
     )
+
+
+def _teacher(
+    options: TrainOptions,
+    store: Store,
+    vocabulary: DraftVocabulary,
+    target: Target,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Teacher:
+    """Logits over the draft vocabulary, or of all ids where the loss needs the whole softmax."""
+    columns = torch.from_numpy(vocabulary.selected)
+    whole = OBJECTIVES[options.loss].whole_softmax and len(columns) < target.vocab_size
+    rows = None if whole else columns
+    head = TeacherHead(target, dtype, device, rows=rows, is_normed=store.spec.last_is_normed)
+    return Teacher(head, columns.to(device) if whole else None)
 
 
 def _train_samples(store: Store) -> np.ndarray:

@@ -1,0 +1,98 @@
+"""The CUDA kernels of `norm`: one read of each row forward, one more backward."""
+
+import torch
+import triton
+import triton.language as tl
+
+# Programs of the backward pass: each sums its rows' share of the gain's gradient in registers.
+_BACKWARD_PROGRAMS = 264
+
+
+@triton.jit
+def _forward(
+    x, weight, out, scales, width, stride, eps, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    value = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / width + eps)
+    value *= scale
+    if HAS_WEIGHT:
+        value *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=inside)
+    tl.store(scales + row, scale)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _backward(
+    grad, grad_input, x, weight, scales, out, weight_sums, num_rows, width, stride,
+    HAS_WEIGHT: tl.constexpr, HAS_INPUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    gain = tl.full([BLOCK], 1.0, tl.float32)
+    if HAS_WEIGHT:
+        gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    weight_sum = tl.zeros([BLOCK], tl.float32)
+    for i in range(tl.cdiv(num_rows - tl.program_id(0), tl.num_programs(0))):
+        row = tl.program_id(0) + i * tl.num_programs(0)
+        at = row.to(tl.int64) * width + column
+        scale = tl.load(scales + row)
+        normed = tl.load(x + row.to(tl.int64) * stride + column, mask=inside, other=0.0)
+        normed = normed.to(tl.float32) * scale
+        upper = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        if HAS_WEIGHT:
+            weight_sum += upper * normed
+        upper *= gain
+        value = scale * (upper - normed * (tl.sum(upper * normed, 0) / width))
+        if HAS_INPUT:
+            value += tl.load(grad_input + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+    if HAS_WEIGHT:
+        tl.store(weight_sums + tl.program_id(0) * width + column, weight_sum, mask=inside)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        num_rows, width = x.shape
+        out, scales = x.new_empty(x.shape), x.new_empty(num_rows, dtype=torch.float32)
+        ctx.block = triton.next_power_of_2(width)
+        if num_rows:
+            _forward[(num_rows,)](
+                x, weight, out, scales, width, x.stride(0), eps, HAS_WEIGHT=weight is not None,
+                BLOCK=ctx.block, num_warps=_num_warps(ctx.block),
+            )  # fmt: skip
+        ctx.save_for_backward(x, weight, scales)
+        ctx.set_materialize_grads(False)
+        return out, x
+
+    @staticmethod
+    def backward(ctx, grad, grad_input):
+        if grad is None:
+            return grad_input, None, None
+        x, weight, scales = ctx.saved_tensors
+        num_rows, width = x.shape
+        out = x.new_empty(x.shape)
+        programs = min(_BACKWARD_PROGRAMS, num_rows)
+        sums = x.new_empty(programs if weight is not None else 0, width, dtype=torch.float32)
+        if num_rows:
+            _backward[(programs,)](
+                grad.contiguous(), None if grad_input is None else grad_input.contiguous(), x,
+                weight, scales, out, sums, num_rows, width, x.stride(0),
+                HAS_WEIGHT=weight is not None, HAS_INPUT=grad_input is not None,
+                BLOCK=ctx.block, num_warps=_num_warps(ctx.block),
+            )  # fmt: skip
+        return out, None if weight is None else sums.sum(0).to(weight.dtype), None
+
+
+def rms_norm_and_input(
+    x_RE: torch.Tensor, weight_E: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [R, E], rows contiguous; see `norm`."""
+    return _RMSNorm.apply(x_RE if x_RE.stride(-1) == 1 else x_RE.contiguous(), weight_E, eps)
+
+
+def _num_warps(block: int) -> int:
+    return min(max(block // 512, 1), 16)
