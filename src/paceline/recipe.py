@@ -332,8 +332,24 @@ class TrainOptions(StageOptions, TargetOptions, CacheOptions):
     )
 
 
+class SpeedupOptions(Options):
+    """Predicted speed-up: target and draft steps are timed, acceptance is as measured."""
+
+    predict: bool = opt(
+        False, "Time both models' steps here and predict the speed-up of every chain length."
+    )
+    batch_sizes: list[int] = opt([1, 2, 4, 8, 16, 32, 64], "Requests that are decoded together.")
+    contexts: list[int] = opt([512, 2048], "Tokens that each request has in its cache.")
+
+    @model_validator(mode="after")
+    def _sizes(self) -> Self:
+        if min([*self.batch_sizes, *self.contexts], default=0) < 1:
+            raise ValueError("batch_sizes, contexts: give numbers of 1 or more")
+        return self
+
+
 class EvaluateOptions(StageOptions, TargetOptions, CacheOptions):
-    """`evaluate`: acceptance length, server-free or in real decoding."""
+    """`evaluate`: acceptance length, server-free, in real decoding or in a server."""
 
     draft: str = opt(
         "", "Folder that `train` wrote, or a server's checkpoint made elsewhere.", identity=False
@@ -342,26 +358,81 @@ class EvaluateOptions(StageOptions, TargetOptions, CacheOptions):
         None, "Which server's form a checkpoint made elsewhere is in; None: as its config says."
     )
     store: str = opt("", "Store whose answers are walked (mode chain).", identity=False)
-    data: str = opt("", "Token data set whose prompts are decoded (mode decode).", identity=False)
+    data: str = opt(
+        "", "Token data set whose prompts are answered (modes decode, served).", identity=False
+    )
+    prompts: list[str] = opt(
+        [],
+        "Prompt sets in place of `data`: .jsonl files of `turns` (or `prompt`), a set per file, as "
+        "MT-Bench's question.jsonl.",
+        identity=False,
+    )
     mode: Literal["chain", "decode", "served"] = opt(
         "chain",
         "chain: exact, server-free; decode: real lossless speculative decoding with "
         "transformers; served: through vLLM.",
     )
-    split: Literal["heldout", "train"] = opt("heldout", "Which samples.")
+    split: Literal["heldout", "train"] = opt("heldout", "Which samples; prompt sets have none.")
     num_draft_tokens: list[int] = opt([1, 3, 5, 7], "Chain lengths K.")
-    limit: int | None = opt(None, "Only the first N samples.", ge=1)
-    max_new_tokens: int = opt(128, "Longest answer of mode decode, tokens.", ge=1)
-    baselines: bool = opt(True, "Also walk a bigram table and prompt lookup.")
+    limit: int | None = opt(None, "Only the first N samples, or the first N of each set.", ge=1)
+    max_turns: int | None = opt(None, "Only the first N turns of each prompt.", ge=1)
+    max_new_tokens: int = opt(128, "Longest answer of modes decode and served, tokens.", ge=1)
+    temperature: float = opt(
+        0.0,
+        "0: greedy; above: answers are sampled in mode decode; mode chain expects acceptance of "
+        "answers that were sampled so.",
+        ge=0.0,
+    )
+    chat_template: str | None = opt(
+        None, "File with a Jinja chat template for `prompts`, in place of the tokenizer's own."
+    )
+    chat_template_kwargs: dict[str, Any] = opt(
+        {}, "Variables for that template, such as `enable_thinking: false`."
+    )
+    system_prompt: str | None = opt(None, "System message of `prompts`.")
+    server: str | None = opt(
+        None,
+        "Base URL of an OpenAI-compatible vLLM server that runs with the draft (mode served); "
+        "None: vLLM is started here.",
+        identity=False,
+    )
+    plain_server: str | None = opt(
+        None, "Base URL of a server of the same target without a draft.", identity=False
+    )
+    api_key: str | None = opt(
+        None, "Key for the servers; None: the environment's OPENAI_API_KEY.", identity=False
+    )
+    served_model: str | None = opt(None, "Model name at the servers; None: the only one.")
+    compare_plain: bool = opt(
+        True, "Run the target without the draft too: tokens per second and outputs beside it."
+    )
+    batch_sizes: list[int] = opt(
+        [1],
+        "Requests at a time in mode served: acceptance is that of the first number, speed is "
+        "measured at all of them. At 1 the intervals are over conversations.",
+    )
+    engine_options: dict[str, Any] = opt(
+        {}, "Further arguments of the constructor of vLLM (its own names).", identity=False
+    )
+    speedup: SpeedupOptions = Field(
+        default_factory=SpeedupOptions, description="Predicted speed-up."
+    )
+    baselines: bool = opt(True, "Also walk a bigram table and prompt lookup (mode chain).")
     bootstrap: int = opt(2000, "Resamples of the 95% interval over conversations.", ge=100)
-    seed: int = opt(0, "Seed of the bootstrap.")
-    dtype: Dtype = opt("auto", "Dtype of the draft (and of the target in mode decode).")
+    seed: int = opt(0, "Seed of the bootstrap and of sampled answers.")
+    dtype: Dtype = opt("auto", "Dtype of the draft (and of the target in modes decode, served).")
     device: str = opt("auto", "Device.", identity=False)
 
     @model_validator(mode="after")
     def _chain_lengths(self) -> Self:
         if not self.num_draft_tokens or min(self.num_draft_tokens) < 1:
             raise ValueError("num_draft_tokens: give chain lengths of 1 or more")
+        if not self.batch_sizes or min(self.batch_sizes) < 1:
+            raise ValueError("batch_sizes: give numbers of 1 or more")
+        if self.server and self.mode != "served":
+            raise ValueError("server: only mode served asks one")
+        if self.temperature and self.mode == "served":
+            raise ValueError("temperature: mode served is greedy, so that outputs can be compared")
         return self
 
 

@@ -39,7 +39,7 @@ class OpenAIAnswers:
     def __init__(self, options: GenerateOptions) -> None:
         self.options = options
         self.url = options.server.rstrip("/")
-        self._headers = _headers(options)
+        self.headers = _headers(options)
         self.model = options.served_model or asyncio.run(self._only_model())
         self.describe = {
             "name": "openai",
@@ -226,7 +226,7 @@ class OpenAIAnswers:
     def _client(self) -> httpx.AsyncClient:
         # Connections are bounded by the number of workers; a request may wait for a free server.
         return httpx.AsyncClient(
-            headers=self._headers,
+            headers=self.headers,
             timeout=httpx.Timeout(self.options.request_timeout_s, connect=30.0),
             limits=httpx.Limits(max_connections=self.options.concurrency),
             trust_env=False,

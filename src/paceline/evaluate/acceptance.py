@@ -30,13 +30,18 @@ class Answer:
 
 @dataclass
 class Counts:
-    """Sums over the verify steps of one conversation. per_position[i]: steps that accepted more
-    than i draft tokens. left_out: steps that would need tokens past the record's end."""
+    """Sums over the verify steps of one conversation.
+
+    per_position[i]: steps that accepted more than i draft tokens. left_out: steps that would need
+    tokens past the record's end. conversations: how many share these sums, where they were
+    counted together.
+    """
 
     verify_steps: int
     accepted: int
     per_position: np.ndarray
     left_out: int = 0
+    conversations: int = 1
 
     @classmethod
     def zero(cls, num_draft_tokens: int) -> "Counts":
@@ -81,14 +86,17 @@ def acceptance_length(accepted: int, verify_steps: int) -> float | None:
 def pool(counts: Sequence[Counts], bootstrap: int, seed: int) -> dict[str, Any]:
     """Pooled figures of several conversations with a 95% percentile bootstrap interval.
 
-    Conversations are resampled, and the ratio of sums is taken anew each time.
+    Conversations are resampled, and the ratio of sums is taken anew each time. Where several were
+    counted together there is nothing to resample, and no interval.
     """
     steps = np.array([c.verify_steps for c in counts], np.int64)
     accepted = np.array([c.accepted for c in counts], np.int64)
     per_position = np.stack([c.per_position for c in counts])
     total_steps = int(steps.sum())
-    length_interval, *position_intervals = _intervals(
-        np.column_stack([accepted, per_position]), steps, bootstrap, seed
+    numerators = np.column_stack([accepted, per_position])
+    together = any(c.conversations > 1 for c in counts)
+    length_interval, *position_intervals = (
+        [None] * numerators.shape[1] if together else _intervals(numerators, steps, bootstrap, seed)
     )
     return {
         "acceptance_length": acceptance_length(int(accepted.sum()), total_steps),
@@ -98,7 +106,7 @@ def pool(counts: Sequence[Counts], bootstrap: int, seed: int) -> dict[str, Any]:
         "verify_steps": total_steps,
         "accepted": int(accepted.sum()),
         "left_out": sum(c.left_out for c in counts),
-        "conversations": len(counts),
+        "conversations": sum(c.conversations for c in counts),
     }
 
 

@@ -1,19 +1,20 @@
-"""Real lossless speculative decoding with transformers, one conversation at a time, greedy.
+"""Real speculative decoding with transformers, one conversation at a time.
 
 The target verifies K draft tokens in one forward pass and its own tokens are what is emitted, so
-the output is the target's greedy output whatever the draft says.
+greedy output is the target's whatever the draft says, and sampled output is distributed as its.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from paceline.contracts import LayerPlan
 from paceline.draft.model import Draft
-from paceline.draft.unroll import Unroll
+from paceline.draft.unroll import KeysValues, Unroll
 from paceline.evaluate.acceptance import Counts
+from paceline.evaluate.sampling import Drafted, Greedy, Rule
 from paceline.target.tap import LayerTap
 
 
@@ -28,30 +29,34 @@ class Decoded:
 class Drafter:
     """The draft's side of decoding: its step-0 keys grow with what the target has verified."""
 
-    def __init__(self, draft: Draft) -> None:
+    def __init__(self, draft: Draft, rule: Rule) -> None:
         self._draft = draft
-        self._past: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._rule = rule
+        self._past: list[KeysValues] | None = None
         self._num_rows = 0
 
-    def propose(self, aux_RAD: torch.Tensor, next_ids_R: torch.Tensor, count: int) -> list[int]:
+    def propose(self, aux_RAD: torch.Tensor, next_ids: list[int], count: int) -> list[Drafted]:
         """Take in R newly verified rows and draft `count` tokens after the last of them.
 
-        aux [R, A, D] and the token after each row, int64 [R].
+        aux [R, A, D] and the token after each row.
         """
-        positions = self._num_rows + torch.arange(len(aux_RAD), device=aux_RAD.device)
+        device = aux_RAD.device
+        positions = self._num_rows + torch.arange(len(aux_RAD), device=device)
         starts = torch.zeros_like(positions)
-        unroll = Unroll(self._draft, aux_RAD, next_ids_R, positions, starts, self._past)
-        state = unroll.first(torch.tensor([len(aux_RAD) - 1], device=aux_RAD.device))
+        ids = torch.tensor(next_ids, device=device)
+        unroll = Unroll(self._draft, aux_RAD, ids, positions, starts, self._past)
+        state = unroll.first(torch.tensor([len(aux_RAD) - 1], device=device))
         self._past = unroll.step_0_keys
         self._num_rows += len(aux_RAD)
-        proposed = [self._draft.propose(state)]
-        while len(proposed) < count:
-            proposed.append(self._draft.propose(unroll.next(proposed[-1])))
-        return torch.cat(proposed).tolist()
+        drafted = [self._rule.draft(self._draft, state)]
+        while len(drafted) < count:
+            state = unroll.next(torch.tensor([drafted[-1].token], device=device))
+            drafted.append(self._rule.draft(self._draft, state))
+        return drafted
 
 
 class SpeculativeDecoder:
-    """Decodes prompts with a target and a draft; `greedy` is the target alone, for comparison."""
+    """Decodes prompts with a target and a draft; `alone` is the target without it, to compare."""
 
     def __init__(self, model: PreTrainedModel, draft: Draft, plan: LayerPlan) -> None:
         self._model = model
@@ -60,28 +65,30 @@ class SpeculativeDecoder:
 
     @torch.inference_mode()
     def decode(
-        self, prompt: np.ndarray, num_draft_tokens: int, max_new_tokens: int, end_ids: set[int]
+        self,
+        prompt: list[int],
+        num_draft_tokens: int,
+        max_new_tokens: int,
+        end_ids: set[int],
+        rule: Rule | None = None,
     ) -> Decoded:
-        """prompt int32 [T]. Verify steps that start before the answer's end are counted whole: the
-        target goes on past the end of turn, so that the last one is not cut short."""
+        """Verify steps that start before the answer's end are counted whole: the target goes on
+        past the end of turn, so that the last one is not cut short. rule: None is greedy."""
+        rule = rule or Greedy()
         counts = Counts.zero(num_draft_tokens)
-        drafter, cache = Drafter(self._draft), DynamicCache()
+        drafter, cache = Drafter(self._draft, rule), DynamicCache()
         tap = LayerTap(self._model, self._plan, self._plan.last)
         try:
-            written = self._forward(prompt.tolist(), cache)[-1:]
+            written = [rule.write(self._forward(prompt, cache)[-1])]
             rows = self._aux(tap)
-            next_ids = [*prompt.tolist()[1:], written[0]]
+            next_ids = [*prompt[1:], written[0]]
             while not _ended(written, max_new_tokens, end_ids):
-                proposed = drafter.propose(
-                    rows, torch.tensor(next_ids, device=rows.device), num_draft_tokens
-                )
-                verified = self._forward([written[-1], *proposed], cache)
-                accepted = 0
-                while accepted < num_draft_tokens and proposed[accepted] == verified[accepted]:
-                    accepted += 1
+                drafted = drafter.propose(rows, next_ids, num_draft_tokens)
+                logits = self._forward([written[-1], *(d.token for d in drafted)], cache)
+                next_ids = rule.verify(drafted, logits)
+                accepted = len(next_ids) - 1
                 counts.add_step(accepted)
-                next_ids = verified[: accepted + 1]
-                rows = self._aux(tap)[: accepted + 1]
+                rows = self._aux(tap)[: len(next_ids)]
                 written += next_ids
                 # Keys and values of rejected tokens go; a negative size says how many, in every
                 # transformers.
@@ -92,19 +99,32 @@ class SpeculativeDecoder:
         return Decoded(_until_end(written, max_new_tokens, end_ids), counts)
 
     @torch.inference_mode()
-    def greedy(self, prompt: np.ndarray, max_new_tokens: int, end_ids: set[int]) -> list[int]:
-        """The target's own greedy answer, a token at a time."""
+    def alone(
+        self,
+        prompt: list[int],
+        max_new_tokens: int,
+        end_ids: set[int],
+        rule: Rule | None = None,
+    ) -> list[int]:
+        """The target's own answer, a token at a time."""
+        rule = rule or Greedy()
         cache = DynamicCache()
-        written = self._forward(prompt.tolist(), cache)[-1:]
+        written = [rule.write(self._forward(prompt, cache)[-1])]
         while not _ended(written, max_new_tokens, end_ids):
-            written += self._forward(written[-1:], cache)
+            written.append(rule.write(self._forward(written[-1:], cache)[-1]))
         return written
 
-    def _forward(self, ids: list[int], cache: DynamicCache) -> list[int]:
-        """The target's most likely next token after each of `ids`."""
+    @torch.inference_mode()
+    def gap(self, prompt: list[int], own: int, other: int) -> float:
+        """log p(own) - log p(other) after `prompt`."""
+        logits = self._forward(prompt, DynamicCache())[-1].double()
+        return float(logits[own] - logits[other])
+
+    def _forward(self, ids: list[int], cache: Any) -> torch.Tensor:
+        """The target's logits after each of `ids`, [L, V]."""
         tensor = torch.tensor([ids], device=self._model.device)
         output = self._model(input_ids=tensor, past_key_values=cache, use_cache=True)
-        return output.logits[0].argmax(-1).tolist()
+        return output.logits[0]
 
     def _aux(self, tap: LayerTap) -> torch.Tensor:
         return torch.stack([tap.states[k][0] for k in self._plan.aux], 1)

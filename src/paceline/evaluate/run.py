@@ -1,42 +1,35 @@
-"""The `evaluate` stage: acceptance length of a draft, server-free or in real decoding."""
+"""The `evaluate` stage: acceptance length of a draft, server-free, in real decoding or served."""
 
-import logging
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import json
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from paceline import fingerprint
-from paceline.artefact import Manifest, describe_input, load_finished, open_stage, write_json
-from paceline.contracts import TRAIN_SPLIT, LayerPlan
-from paceline.dataset import TokenDataset
-from paceline.device import choose_device, choose_dtype, dtype_name
-from paceline.draft.model import Draft
-from paceline.errors import EvaluationError, FingerprintMismatch, UsageError
-from paceline.evaluate.acceptance import (
-    Answer,
-    Counts,
-    definition,
-    served_quotients,
-    table,
-    walk,
+from paceline.artefact import (
+    describe_input,
+    load_finished,
+    open_stage,
+    write_atomically,
+    write_json,
 )
-from paceline.evaluate.baselines import BigramTable, prompt_lookup_answer
-from paceline.evaluate.chain import draft_answers, spans_of
-from paceline.evaluate.decode import SpeculativeDecoder
-from paceline.forms.source import open_draft
-from paceline.progress import progress_bar
+from paceline.device import choose_device, choose_dtype, dtype_name
+from paceline.errors import UsageError
+from paceline.evaluate.acceptance import definition
+from paceline.evaluate.decoding import measure_decode
+from paceline.evaluate.prompts import describe_questions
+from paceline.evaluate.served import measure_served
+from paceline.evaluate.server_free import measure_chain
+from paceline.evaluate.walks import Measured
+from paceline.forms.source import DraftSource, open_draft
 from paceline.recipe import EvaluateOptions
-from paceline.store import Store, StoredSample
-from paceline.store.packing import cut
-from paceline.target.model import load_model
-from paceline.target.spec import Target, open_target
+from paceline.target.spec import open_target
 
-logger = logging.getLogger(__name__)
-
-RESULT_FILE = "result.json"
-_GROUP_TOKENS = 8192
+RESULT_FILE, CONVERSATIONS_FILE, ANSWERS_FILE = (
+    "result.json",
+    "conversations.jsonl",
+    "answers.jsonl",
+)
 
 
 def run(options: EvaluateOptions) -> dict[str, Any]:
@@ -45,18 +38,17 @@ def run(options: EvaluateOptions) -> dict[str, Any]:
     Raises EvaluationError where nothing can be measured, FingerprintMismatch for a store or data
     of another target or other layers.
     """
-    if not (options.draft and options.out):
-        raise UsageError(
-            "evaluate: pass `draft` (a folder of `train`, or a server's checkpoint) and `out`"
-        )
-    drafted_by = open_draft(options.draft, options.draft_form)
-    target = open_target(options, drafted_by.recorded_target)
-    source, manifest = _source(options)
+    _check(options)
+    drafted_by = open_draft(options.draft, options.draft_form) if options.draft else None
+    target = open_target(options, _recorded_target(options, drafted_by))
     inputs = {
-        "draft": drafted_by.describe_input(),
-        "answers": describe_input(source, manifest),
+        "answers": _describe_answers(options),
         "target": target.describe_input(),
     }
+    if drafted_by is not None:
+        inputs["draft"] = drafted_by.describe_input()
+    if options.server:
+        inputs["server"] = {"path": options.server, "fingerprint": options.server}
     with open_stage(
         options.out, "evaluate", inputs, options.identity(), options.overwrite
     ) as stage:
@@ -64,142 +56,59 @@ def run(options: EvaluateOptions) -> dict[str, Any]:
             return stage.result
         device = choose_device(options.device)
         dtype = choose_dtype(options.dtype, device, target.native_dtype())
-        draft = drafted_by.load(target, dtype).to(device)
-        measure = _chain if options.mode == "chain" else _decode
+        if options.mode == "served":
+            measured = measure_served(options, drafted_by, target, dtype)
+        else:
+            draft = drafted_by.load(target, dtype).to(device)
+            measure = measure_chain if options.mode == "chain" else measure_decode
+            measured = measure(options, draft, target)
         result = {
-            "definition": definition(options.num_draft_tokens),
+            "definition": definition([int(k) for k in measured.result["results"]]),
             "mode": options.mode,
             "dtype": dtype_name(dtype),
-            "split": options.split,
+            "split": None if options.prompts else options.split,
+            "temperature": options.temperature,
             "target": asdict(target.reference),
-            **measure(options, draft, target),
+            **measured.result,
         }
-        write_json(stage.path / RESULT_FILE, result)
+        _write(stage.path, result, measured)
         return stage.finish(result, content=fingerprint.of_json(result))
 
 
-def _source(options: EvaluateOptions) -> tuple[str, Manifest]:
-    folder, stage = (
-        (options.store, "extract") if options.mode == "chain" else (options.data, "prepare")
-    )
-    if not folder:
-        name = "store" if options.mode == "chain" else "data"
-        raise UsageError(f"evaluate: mode {options.mode} needs `{name}` (a folder of `{stage}`)")
-    return folder, load_finished(folder, stage)
-
-
-@dataclass
-class _Walks:
-    """Counts of each conversation for one method: conversation id -> K -> Counts."""
-
-    lengths: list[int]
-    found: dict[str, dict[int, Counts]]
-    sources: dict[str, str]
-
-    def add(self, conversation: str, source: str, counts: dict[int, Counts]) -> None:
-        """Samples of one conversation are resampled together, so their counts are added up."""
-        self.sources[conversation] = source
-        if conversation not in self.found:
-            self.found[conversation] = counts
-            return
-        for k, more in counts.items():
-            self.found[conversation][k].add(more)
-
-    def table(self, options: EvaluateOptions) -> dict[str, Any]:
-        per_length = {k: [counts[k] for counts in self.found.values()] for k in self.lengths}
-        return table(per_length, list(self.sources.values()), options.bootstrap, options.seed)
-
-
-def _chain(options: EvaluateOptions, draft: Draft, target: Target) -> dict[str, Any]:
-    store = Store(options.store)
-    _check_store(store, draft, target)
-    chosen = store.split(options.split)[: options.limit]
-    if not len(chosen):
-        raise EvaluationError(f"{store.folder} has no samples of split {options.split!r}")
-    longest = max(options.num_draft_tokens)
-    methods = {"draft": _Walks(options.num_draft_tokens, {}, {})}
-    baselines = _baselines(store, target, longest) if options.baselines else {}
-    methods |= {name: _Walks(options.num_draft_tokens, {}, {}) for name in baselines}
-    with progress_bar("evaluate", len(chosen), "sample") as bar:
-        groups = cut(chosen, store.records.num_tokens, _GROUP_TOKENS)
-        for sample, answers in draft_answers(draft, store, groups, longest):
-            _add(methods["draft"], sample, answers)
-            for name, answers_of in baselines.items():
-                _add(methods[name], sample, answers_of(sample))
-            bar.advance(1)
-    tables = {name: walks.table(options) for name, walks in methods.items()}
-    return {
-        "states_dtype": store.spec.dtype,
-        "results": tables.pop("draft"),
-        "baselines": tables,
-    }
-
-
-def _add(walks: _Walks, sample: StoredSample, answers: list[Answer]) -> None:
-    record = sample.record
-    counts = {k: walk(answers, k) for k in walks.lengths}
-    walks.add(record.conversation_id or record.sample_id, record.source, counts)
-
-
-def _baselines(
-    store: Store, target: Target, longest: int
-) -> dict[str, Callable[[StoredSample], list[Answer]]]:
-    training = (store.read(int(i)) for i in store.split(TRAIN_SPLIT))
-    bigram = BigramTable(
-        ((s.input_ids.numpy(), s.loss_mask.numpy()) for s in training), target.vocab_size
-    )
-
-    def by_bigram(sample: StoredSample) -> list[Answer]:
-        ids = sample.input_ids.numpy()
-        return [bigram.answer(ids, span, longest) for span in spans_of(sample)]
-
-    def by_prompt_lookup(sample: StoredSample) -> list[Answer]:
-        ids = sample.input_ids.numpy()
-        return [prompt_lookup_answer(ids, span, longest) for span in spans_of(sample)]
-
-    return {"bigram": by_bigram, "prompt_lookup": by_prompt_lookup}
-
-
-def _check_store(store: Store, draft: Draft, target: Target) -> None:
-    if store.spec.layers.aux != draft.config.aux_layers:
-        raise FingerprintMismatch(
-            f"{store.folder} holds layers {list(store.spec.layers.aux)}, the draft reads "
-            f"{list(draft.config.aux_layers)}: extract those layers"
+def _check(options: EvaluateOptions) -> None:
+    if not options.out or not (options.draft or options.server):
+        raise UsageError(
+            "evaluate: pass `draft` (a folder of `train`, or a server's checkpoint) and `out`"
         )
-    target.check_made_by(
-        store.manifest.inputs["target"]["fingerprint"], f"{store.folder} holds states of"
-    )
+    if options.mode == "chain" and not options.store:
+        raise UsageError("evaluate: mode chain needs `store` (a folder of `extract`)")
+    if options.mode != "chain" and not (options.data or options.prompts):
+        raise UsageError(
+            f"evaluate: mode {options.mode} needs `data` (a folder of `prepare`) or `prompts`"
+        )
 
 
-def _decode(options: EvaluateOptions, draft: Draft, target: Target) -> dict[str, Any]:
-    data = TokenDataset(options.data)
-    end_ids = set(data.manifest.result["end_of_turn_ids"])
-    samples = [s for s in data.split(options.split) if s.num_aux_rows][: options.limit]
-    if not samples:
-        raise EvaluationError(f"{data.folder} has no samples of split {options.split!r}")
-    weight = draft.fc.weight
-    model = load_model(target, weight.dtype, weight.device)
-    plan = LayerPlan(draft.config.aux_layers, target.num_layers)
-    decoder = SpeculativeDecoder(model, draft, plan)
-    walks = _Walks(options.num_draft_tokens, {}, {})
-    equal = total = 0
-    requests: dict[int, list[tuple[int, int]]] = {k: [] for k in options.num_draft_tokens}
-    with progress_bar("decode", len(samples), "sample") as bar:
-        for sample in samples:
-            prompt = sample.input_ids[: int(np.flatnonzero(sample.loss_mask)[0])]
-            plain = decoder.greedy(prompt, options.max_new_tokens, end_ids)
-            counts = {}
-            for k in options.num_draft_tokens:
-                decoded = decoder.decode(prompt, k, options.max_new_tokens, end_ids)
-                counts[k] = decoded.counts
-                requests[k].append((len(decoded.tokens), decoded.counts.verify_steps))
-                equal += decoded.tokens == plain
-                total += 1
-            walks.add(sample.conversation_id or sample.sample_id, sample.source, counts)
-            bar.advance(1)
-    return {
-        "results": walks.table(options),
-        "baselines": {},
-        "lossless": {"equal_outputs": equal, "outputs": total},
-        "quotients": {str(k): served_quotients(*zip(*r, strict=True)) for k, r in requests.items()},
-    }
+def _recorded_target(
+    options: EvaluateOptions, drafted_by: DraftSource | None
+) -> dict[str, Any] | None:
+    """The target that the inputs' manifests name."""
+    if drafted_by is not None:
+        return drafted_by.recorded_target
+    if options.data and not options.prompts:
+        return load_finished(options.data, "prepare").result["target"]
+    return None
+
+
+def _describe_answers(options: EvaluateOptions) -> dict[str, Any]:
+    if options.mode == "chain":
+        return describe_input(options.store, load_finished(options.store, "extract"))
+    return describe_questions(options)
+
+
+def _write(folder: Path, result: dict[str, Any], measured: Measured) -> None:
+    files = {CONVERSATIONS_FILE: measured.conversations, ANSWERS_FILE: measured.answers}
+    for name, rows in files.items():
+        if rows:
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            write_atomically(folder / name, text.encode())
+    write_json(folder / RESULT_FILE, result)

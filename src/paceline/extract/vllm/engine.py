@@ -4,12 +4,10 @@ Everything of vLLM's that is used here is public: `LLM`, its engine's `add_reque
 `abort_request` and `collective_rpc`.
 """
 
-import contextlib
 import logging
 import os
-import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,8 +20,9 @@ from paceline.extract.sink import Destination
 from paceline.extract.vllm import wire
 from paceline.extract.vllm.capture import Capture, CaptureSetup, slot_count
 from paceline.extract.vllm.extension import driver_message
-from paceline.extract.vllm.settings import VllmSettings, check_effective, set_environment
+from paceline.extract.vllm.settings import VllmSettings, check_effective
 from paceline.extract.vllm.wire import Message
+from paceline.vllm_process import set_environment, stdout_to_stderr
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ class VllmEngine:
         self._requests: set[str] = set()
         # vLLM's constructors raise whatever their parts raise.
         try:
-            with _stdout_to_stderr():
+            with stdout_to_stderr():
                 self._llm = vllm.LLM(**settings.arguments)
         except Exception as error:
             raise EngineError(
@@ -194,17 +193,3 @@ class VllmEngine:
         known = {k: v for k, v in self.settings.items() if k not in own}
         in_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
         return {**known, "in_process": in_process, "torch": torch.__version__}
-
-
-@contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """vLLM, its libraries and the processes that it starts print; stdout belongs to results."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)

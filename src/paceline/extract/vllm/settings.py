@@ -2,7 +2,6 @@
 them, read back from the workers.
 """
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,13 +91,6 @@ def context_length(options: ExtractOptions, target: Target) -> int | None:
     positions = getattr(target.text_config, "max_position_embeddings", None)
     wanted = max(longest, _MIN_CONTEXT)
     return min(wanted, positions) if positions else wanted
-
-
-def set_environment(wanted: dict[str, str]) -> None:
-    """Variables that vLLM reads at import; what the user has set stays."""
-    defaults = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
-    for name, value in {**defaults, **wanted}.items():
-        os.environ.setdefault(name, value)
 
 
 def check_effective(found: list[dict[str, Any]], dtype: str) -> dict[str, Any]:

@@ -1,0 +1,166 @@
+"""Mode served: acceptance by vLLM's own counters, speed and outputs with and without the draft."""
+
+import tempfile
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.device import dtype_name
+from paceline.errors import EvaluationError
+from paceline.evaluate.outputs import Difference, Key, compare, summary
+from paceline.evaluate.prompts import Questions, open_questions
+from paceline.evaluate.serving import Served, Server, ask, speed
+from paceline.evaluate.walks import Measured, Walks
+from paceline.forms.carry import FORMS, check_carried
+from paceline.forms.config_json import Serving
+from paceline.forms.names import VLLM
+from paceline.forms.source import DraftSource
+from paceline.forms.write import write_draft
+from paceline.recipe import EvaluateOptions
+from paceline.target.spec import Target
+
+
+def measure_served(
+    options: EvaluateOptions, source: DraftSource | None, target: Target, dtype: torch.dtype
+) -> Measured:
+    """Measure through vLLM. source: not needed for a server that already runs with its draft.
+
+    Raises EvaluationError, EngineError; ExportError for a draft that vLLM would serve wrong.
+    """
+    questions = open_questions(options, target)
+    with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
+        servers = (
+            _running(options, target)
+            if options.server
+            else _started(options, source, target, dtype, questions, Path(scratch))
+        )
+        return _measure(options, questions, servers)
+
+
+@dataclass(frozen=True)
+class _Servers:
+    """How to open each, when it is its turn: two at a time need not fit.
+
+    drafting: by chain length; None: whatever the server runs with.
+    """
+
+    plain: Callable[[], Server] | None
+    drafting: dict[int | None, Callable[[], Server]]
+
+
+def _running(options: EvaluateOptions, target: Target) -> _Servers:
+    from paceline.evaluate.served_http import RunningServer
+
+    at = lambda url: lambda: RunningServer(url, options, target.end_of_turn_ids)
+    plain = at(options.plain_server) if options.plain_server and options.compare_plain else None
+    return _Servers(plain, {None: at(options.server)})
+
+
+def _started(
+    options: EvaluateOptions,
+    source: DraftSource,
+    target: Target,
+    dtype: torch.dtype,
+    questions: Questions,
+    scratch: Path,
+) -> _Servers:
+    from paceline.evaluate.served_vllm import InProcess, vllm_arguments
+
+    folder = _servable(source, target, dtype, scratch)
+    longest = questions.longest(options.max_new_tokens) + max(options.num_draft_tokens) + 1
+    arguments = vllm_arguments(options, target, dtype_name(dtype), longest)
+    start = lambda k: (
+        lambda: InProcess(arguments, folder, k, options.max_new_tokens, questions.end_ids)
+    )
+    return _Servers(
+        start(0) if options.compare_plain else None,
+        {k: start(k) for k in options.num_draft_tokens},
+    )
+
+
+def _servable(source: DraftSource, target: Target, dtype: torch.dtype, scratch: Path) -> Path:
+    """A folder that vLLM loads. A checkpoint is read by paceline first, which refuses what vLLM
+    would pass over in silence; a trained draft is written as `export` writes it."""
+    draft = source.load(target)
+    if source.trained is None:
+        return source.folder
+    check_carried(FORMS[VLLM], draft.config, target.num_layers)
+    write_draft(scratch / VLLM, draft, VLLM, target, Serving(dtype_name(dtype)))
+    return scratch / VLLM
+
+
+@dataclass
+class _Outcome:
+    """Collects what the servers did, one chain length after the other."""
+
+    plain: Served | None
+    prompts: dict[Key, list[int]]
+    walks: Walks = field(default_factory=lambda: Walks([]))
+    speed: dict[str, Any] = field(default_factory=dict)
+    short_drafts: dict[str, int] = field(default_factory=dict)
+    differences: list[Difference] = field(default_factory=list)
+    answers: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, k: int, server: Server, served: Served) -> None:
+        self.walks.lengths.append(k)
+        short = 0
+        for counted in served.counted:
+            counts = counted.counters.counts()
+            counts.conversations = counted.conversations
+            self.walks.add(counted.name, counted.source, {k: counts})
+            short += k * counted.counters.drafts - counted.counters.draft_tokens
+        if short:
+            self.short_drafts[str(k)] = short
+        self.speed[str(k)] = {
+            str(size): speed(rate, self.plain and self.plain.tokens_per_s[size])
+            for size, rate in served.tokens_per_s.items()
+        }
+        self.keep_answers(k, served)
+        if self.plain is not None:
+            gap = lambda key, before, own, other: server.gap(self.prompts[key] + before, own, other)
+            self.differences += compare(self.plain.answers, served.answers, k, gap)
+
+    def keep_answers(self, k: int, served: Served) -> None:
+        """k = 0: of the target alone."""
+        self.answers += [
+            {"conversation": name, "turn": turn, "num_draft_tokens": k, "ids": ids}
+            for (name, turn), ids in served.answers.items()
+        ]
+
+
+def _measure(options: EvaluateOptions, questions: Questions, servers: _Servers) -> Measured:
+    plain = None
+    if servers.plain is not None:
+        with closing(servers.plain()) as server:
+            plain = ask(server, questions, options.batch_sizes, "plain")
+    outcome = _Outcome(plain, {})
+    if plain is not None:
+        outcome.keep_answers(0, plain)
+    describe: dict[str, Any] = {}
+    for wanted, opened in servers.drafting.items():
+        with closing(opened()) as server:
+            k = wanted or server.counters().num_draft_tokens
+            if not k:
+                raise EvaluationError(
+                    f"{options.server} counts no drafts: start it with a draft (`paceline export` "
+                    "prints the command)"
+                )
+            served = ask(server, questions, options.batch_sizes, f"K = {k}")
+            outcome.prompts = questions.by_key()
+            outcome.add(k, server, served)
+            describe = server.describe
+    result = {
+        "results": outcome.walks.table(options),
+        "baselines": {},
+        "server": describe,
+        "speed": outcome.speed,
+        "short_drafts": outcome.short_drafts,
+    }
+    if plain is not None:
+        num_outputs = len(plain.answers) * len(servers.drafting)
+        result["lossless"] = summary(outcome.differences, num_outputs)
+    return Measured(result, [*outcome.walks.rows()], outcome.answers)

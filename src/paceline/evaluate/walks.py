@@ -1,0 +1,55 @@
+"""What a method accepted in each conversation, on the way from single answers to the tables."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.evaluate.acceptance import Counts, table
+from paceline.recipe import EvaluateOptions
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a mode found. result: its part of `result.json`; conversations: rows of
+    `conversations.jsonl`; answers: rows of `answers.jsonl`, where answers were written."""
+
+    result: dict[str, Any]
+    conversations: list[dict[str, Any]]
+    answers: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class Walks:
+    """Counts of each conversation for one method: conversation id -> K -> Counts."""
+
+    lengths: list[int]
+    found: dict[str, dict[int, Counts]] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def add(self, conversation: str, source: str, counts: dict[int, Counts]) -> None:
+        """Answers of one conversation are resampled together, so their counts are added up."""
+        self.sources[conversation] = source
+        known = self.found.setdefault(conversation, {})
+        for k, more in counts.items():
+            if k in known:
+                known[k].add(more)
+            else:
+                known[k] = more
+
+    def table(self, options: EvaluateOptions) -> dict[str, Any]:
+        per_length = {k: [counts[k] for counts in self.found.values()] for k in self.lengths}
+        return table(per_length, list(self.sources.values()), options.bootstrap, options.seed)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """One record for each conversation and chain length."""
+        for conversation, by_length in self.found.items():
+            for k, counts in by_length.items():
+                yield {
+                    "conversation": conversation,
+                    "source": self.sources[conversation],
+                    "num_draft_tokens": k,
+                    "verify_steps": counts.verify_steps,
+                    "accepted": counts.accepted,
+                    "per_position": counts.per_position.tolist(),
+                    "left_out": counts.left_out,
+                }
