@@ -298,6 +298,13 @@ class TrainOptions(StageOptions, TargetOptions, CacheOptions):
         0.0, "Share of the run trained with one TTT step only, before all of them.", ge=0, le=1
     )
     step_decay: float = opt(0.8, "Weight of TTT step j is this to the power j.", gt=0, le=1)
+    loss: Literal["kl", "total_variation", "log_acceptance", "hybrid"] = opt(
+        "kl",
+        "Loss of a row. kl: against the target's softmax on the draft vocabulary. The others are of "
+        "the chance that a draft token is accepted, against the target's whole softmax: "
+        "total_variation 1 - a, log_acceptance -log a, hybrid: from kl to total_variation as a "
+        "grows.",
+    )
     epochs: float = opt(1.0, "Passes over the supervised rows.", gt=0)
     max_steps: int | None = opt(None, "Optimiser steps; takes the place of `epochs`.", ge=1)
     batch_rows: int = opt(
@@ -317,7 +324,7 @@ class TrainOptions(StageOptions, TargetOptions, CacheOptions):
     dtype: Dtype = opt("auto", "Dtype of the arithmetic; weights are kept in float32.")
     device: str = opt("auto", "Device.", identity=False)
     logit_chunk: int = opt(
-        1024, "Teacher positions whose logits are in memory at a time.", identity=False, ge=1
+        2048, "Teacher positions whose logits are in memory at a time.", identity=False, ge=1
     )
     log_every: int = opt(10, "Optimiser steps between log records.", identity=False, ge=1)
     checkpoint_every: int = opt(200, "Optimiser steps between checkpoints.", identity=False, ge=1)
