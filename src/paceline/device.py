@@ -1,6 +1,7 @@
 """Where and in which dtype the arithmetic runs, when the options say `auto`."""
 
 import time
+from pathlib import Path
 
 import torch
 
@@ -34,6 +35,15 @@ def choose_dtype(name: str, device: torch.device, native: torch.dtype) -> torch.
         return native
     float32, bfloat16 = _products_per_s(torch.float32), _products_per_s(torch.bfloat16)
     return torch.bfloat16 if bfloat16 > 1.5 * float32 else torch.float32
+
+
+def free_host_bytes() -> int | None:
+    """Memory of this machine that programs can still have; None where Linux does not say it."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except FileNotFoundError:
+        return None
+    return next((int(s.split()[1]) << 10 for s in lines if s.startswith("MemAvailable:")), None)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -237,6 +237,13 @@ class ExtractOptions(StageOptions, TargetOptions):
     )
     shard_bytes: int = opt(1 << 30, "Size at which a shard is closed, bytes.", identity=False, ge=1)
     probe_samples: int = opt(4, "Samples that the probe runs before bulk work.", ge=1)
+    reference_layers: int | None = opt(
+        None,
+        "Decoder layers of the plain transformers forward that the probe compares with, the first "
+        "ones of the target; None: all where they fit into free memory, else 4.",
+        identity=False,
+        ge=1,
+    )
     waive_reference: bool = opt(
         False,
         "Do without the probe's comparison with a plain transformers forward (a target too "

@@ -28,6 +28,7 @@ from ..targets import save_target
 
 # `paceline.extract.run` is the stage's function; this is the module that holds it.
 extract_run = importlib.import_module("paceline.extract.run")
+extract_probe = importlib.import_module("paceline.extract.probe")
 
 
 def worst_errors(store: Store, model, num_layers: int) -> dict[int, torch.Tensor]:
@@ -201,6 +202,37 @@ def test_the_probe_stops_an_engine_that_is_wrong(tmp_path, monkeypatch, fault, m
             data=data, out=str(tmp_path / "store"), layers=TINY_LAYERS, dtype="float32"
         )
     assert not list((tmp_path / "store").rglob("*.safetensors"))
+
+
+def test_a_target_that_does_not_fit_is_compared_with_its_first_layers(tmp_path, monkeypatch):
+    data = str(prepared(tmp_path, num_rows=8))
+    monkeypatch.setattr(extract_probe, "free_host_bytes", lambda: 10_000)
+    # All of the plan's layers lie beyond the copy: where the copy ends is captured besides.
+    common = {"data": data, "layers": [5, 6, 7], "dtype": "float32"}
+    result = paceline.extract(out=str(tmp_path / "cut"), **common)
+    assert result["probe"]["reference_layers"] == 4
+    assert list(result["probe"]["errors"]) == ["k=4"]
+    assert result["probe"]["errors"]["k=4"]["max"] < 1e-4
+    assert len(result["probe"]["rms_ranges"]) == 4
+    whole = paceline.extract(out=str(tmp_path / "whole"), reference_layers=8, **common)
+    assert list(whole["probe"]["errors"]) == ["k=5", "k=6", "k=7", "k=8"]
+    assert result["probe"]["rms_ranges"] == whole["probe"]["rms_ranges"]
+
+
+def test_a_wrong_engine_is_caught_by_the_first_layers_alone(tmp_path, monkeypatch):
+    data = str(prepared(tmp_path, num_rows=8))
+    wrong = type("Wrong", (_Wrong,), {"fault": "other rope theta"})
+    monkeypatch.setattr(
+        extract_run, "open_engine", lambda options, target, dtype, _: wrong(options, target, dtype)
+    )
+    with pytest.raises(ProbeFailure, match="layer k = 2 differs"):
+        paceline.extract(
+            data=data,
+            out=str(tmp_path / "store"),
+            layers=[5, 6, 7],
+            dtype="float32",
+            reference_layers=2,
+        )
 
 
 def test_bad_samples_are_quarantined_and_too_many_stop_the_run(tmp_path, monkeypatch):

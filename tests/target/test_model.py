@@ -49,6 +49,19 @@ def test_the_tap_sees_every_k_as_transformers_reports_it(family, tmp_path):
     assert not tap.states
 
 
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_copy_cut_down_to_its_first_layers_has_the_same_states(family, tmp_path):
+    target = Target(TargetReference(str(save_model(tmp_path, family))))
+    tokens = torch.randint(0, 300, (1, 12))
+    with torch.no_grad():
+        whole = load_model(target, torch.float32, "cpu")(tokens, output_hidden_states=True)
+        cut = load_model(target, torch.float32, "cpu", 3)(tokens, output_hidden_states=True)
+    assert target.num_layers == 8
+    assert len(cut.hidden_states) == 4
+    for k in range(3):
+        assert torch.equal(cut.hidden_states[k], whole.hidden_states[k])
+
+
 def test_E10_the_norm_is_applied_once_and_its_gain_counts(tmp_path):
     save_model(
         tmp_path,

@@ -8,27 +8,32 @@ wrong target). Legend: R rows, A layers, D width.
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from paceline.artefact import open_stage
 from paceline.contracts import TokenSample
+from paceline.device import free_host_bytes
 from paceline.errors import ProbeFailure
 from paceline.extract.engine import Engine
 from paceline.extract.guards import Guards, row_rms
 from paceline.extract.sink import QUARANTINE_PATTERN, Destination, read_lines
 from paceline.store import Store, StoreSpec, published_ids
-from paceline.target.model import TeacherHead, final_norm_of, load_model
+from paceline.target.model import TeacherHead, final_norm_of, load_model, num_parameters
 from paceline.target.spec import Target
 
 logger = logging.getLogger(__name__)
 
 MIN_GREEDY_ROWS = 64
 _MAX_PROMPT_TOKENS = 256
+# Of free memory that the plain forward's weights may take, and the layers that it runs where they
+# would take more.
+_MEMORY_SHARE = 0.8
+_FEW_LAYERS = 4
 
 # Bounds on |captured - reference| / |reference| of a row: (median, 99th percentile, maximum).
 # float32 engines differ by at most 1.2e-4 and bfloat16 ones by some percent; a row shifted by one
@@ -38,6 +43,7 @@ _REFERENCE_BOUNDS = {
     "bfloat16": (0.03, 0.08, math.inf),
     "float16": (0.01, 0.03, math.inf),
 }
+_BLAME = "The engine runs another target than the folder holds, or captures another layer."
 # A logit may be this many units in the last place below the largest. In half precision the greedy
 # pass and the captured one run in other shapes, so a few close calls may fall the other way.
 _GREEDY_ULPS = 2.0
@@ -46,13 +52,18 @@ _GREEDY_SHARE = {"float32": 1.0, "bfloat16": 0.95, "float16": 0.95}
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What the probe saw; part of the manifest. errors: per k the row-relative error to the plain
-    forward, None where that comparison was waived."""
+    """What the probe saw; part of the manifest.
+
+    errors: per k the row-relative error to the plain forward, None where that comparison was
+    waived. reference_layers: the decoder layers that this forward ran, fewer than the target's
+    where it was a cut-down copy; 0 where it was waived.
+    """
 
     num_rows: int
     num_greedy_rows: int
     num_greedy_agree: int
     errors: dict[str, dict[str, float]] | None
+    reference_layers: int
     rms_ranges: tuple[tuple[float, float], ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -65,13 +76,19 @@ def run_probe(
     spec: StoreSpec,
     prompts: Sequence[np.ndarray],
     scratch: Path,
-    compare: bool = True,
+    reference_layers: int,
 ) -> ProbeResult:
     """Run prompts through the engine and check what it captured; ProbeFailure names the layer.
 
-    prompts: int32 arrays. scratch: an empty folder for the probe's own shards. compare: also
-    against a plain transformers forward of the same weights and dtype.
+    prompts: int32 arrays. scratch: an empty folder for the probe's own shards. reference_layers:
+    compare with a plain transformers forward of so many of the target's layers, in the same dtype;
+    0: with none.
     """
+    plan = spec.layers
+    if 0 < reference_layers < target.num_layers:
+        # Where the copy ends is looked at too: the plan's own layers may all lie beyond it.
+        aux = tuple(sorted({*plan.aux, reference_layers}))
+        spec = replace(spec, layers=replace(plan, aux=aux))
     num_new = math.ceil(MIN_GREEDY_ROWS / len(prompts))
     answers = engine.greedy(prompts, num_new)
     samples = [
@@ -79,13 +96,18 @@ def run_probe(
     ]
     captured = _capture(engine, spec, samples, scratch)
     agree, rows = _check_greedy(target, spec, samples, captured)
-    errors = _check_reference(target, spec, samples, captured) if compare else None
+    errors = None
+    if reference_layers:
+        errors = compare_with_plain_forward(
+            target, spec, samples, captured, num_layers=reference_layers
+        )
     return ProbeResult(
         num_rows=sum(sample.num_aux_rows for sample in samples),
         num_greedy_rows=rows,
         num_greedy_agree=agree,
         errors=errors,
-        rms_ranges=_rms_ranges(captured),
+        reference_layers=reference_layers,
+        rms_ranges=_rms_ranges(captured, [spec.layers.aux.index(k) for k in plan.aux]),
     )
 
 
@@ -97,6 +119,26 @@ def choose_prompts(samples: Sequence[TokenSample], count: int) -> list[np.ndarra
         first = int(np.flatnonzero(sample.loss_mask)[0])
         prompts.append(sample.input_ids[: min(max(first, 1), _MAX_PROMPT_TOKENS)])
     return prompts
+
+
+def choose_reference_layers(target: Target, dtype: str, wanted: int | None) -> int:
+    """Decoder layers of the plain forward: `wanted`, else all of them where they fit into this
+    machine's free memory, else the first few: a dense layer and, where it has them, MoE layers."""
+    if wanted is not None:
+        return min(wanted, target.num_layers)
+    free = free_host_bytes()
+    needed = num_parameters(target) * getattr(torch, dtype).itemsize
+    if free is None or needed <= _MEMORY_SHARE * free:
+        return target.num_layers
+    few = min(_FEW_LAYERS, target.num_layers)
+    logger.warning(
+        "the target's %.0f GB of weights do not fit into the %.0f GB of free memory: the probe "
+        "compares with a plain forward of its first %d layers",
+        needed / 1e9,
+        free / 1e9,
+        few,
+    )
+    return few
 
 
 def _probe_sample(number: int, prompt: np.ndarray, answer: Sequence[int]) -> TokenSample:
@@ -158,28 +200,50 @@ def _check_greedy(
     return agree, rows
 
 
+class States(Protocol):
+    """aux [R, A, D] and last [M, D] of a sample; `store.StoredSample` is one."""
+
+    aux: torch.Tensor
+    last: torch.Tensor
+
+
 @torch.inference_mode()
-def _check_reference(
-    target: Target, spec: StoreSpec, samples: list[TokenSample], captured: list[_Captured]
+def compare_with_plain_forward(
+    target: Target,
+    spec: StoreSpec,
+    samples: Sequence[TokenSample],
+    captured: Sequence[States],
+    blame: str = _BLAME,
+    num_layers: int | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Every captured row against transformers' own forward, one sample at a time, no padding."""
-    model = load_model(target, getattr(torch, spec.dtype), "cpu")
+    """Every captured row against transformers' own forward, one sample at a time, no padding.
+
+    num_layers: of the plain forward, None for all; layers beyond it are not compared. Returns the
+    errors of each k. Raises ProbeFailure, which names the layer and ends with `blame`.
+    """
+    depth = num_layers or target.num_layers
+    whole = depth == target.num_layers
+    model = load_model(target, getattr(torch, spec.dtype), "cpu", None if whole else depth)
+    final_norm = final_norm_of(model, depth)
     pre_norm: list[torch.Tensor] = []
-    handle = final_norm_of(model, target.num_layers).register_forward_pre_hook(
-        lambda _, args: pre_norm.append(args[0])
-    )
-    errors: dict[int, list[torch.Tensor]] = {k: [] for k in spec.layers.all}
+    handle = final_norm.register_forward_pre_hook(lambda _, args: pre_norm.append(args[0]))
+    errors: dict[int, list[torch.Tensor]] = {k: [] for k in spec.layers.all if k <= depth}
     for sample, states in zip(samples, captured, strict=True):
         pre_norm.clear()
         ids = torch.from_numpy(sample.input_ids.astype(np.int64))[None]
         hidden = model(ids, output_hidden_states=True, use_cache=False).hidden_states
-        for i, k in enumerate(spec.layers.aux):
-            plain = pre_norm[0] if k == target.num_layers else hidden[k]
+        for i, k in enumerate(k for k in spec.layers.aux if k <= depth):
+            plain = pre_norm[0] if k == depth else hidden[k]
             errors[k].append(relative_error(states.aux[:, i], plain[0][: len(states.aux)]))
+        if not whole:
+            continue
+        last = final_norm(pre_norm[0]) if spec.last_is_normed else pre_norm[0]
         supervised = torch.from_numpy(sample.loss_mask)
-        errors[spec.layers.last].append(relative_error(states.last, pre_norm[0][0][supervised]))
+        errors[spec.layers.last].append(relative_error(states.last, last[0][supervised]))
     handle.remove()
-    return {f"k={k}": _bounded(k, torch.cat(found), spec.dtype) for k, found in errors.items()}
+    return {
+        f"k={k}": _bounded(k, torch.cat(found), spec.dtype, blame) for k, found in errors.items()
+    }
 
 
 def relative_error(rows: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
@@ -189,7 +253,7 @@ def relative_error(rows: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     return (rows.float() - reference).norm(dim=-1) / reference.norm(dim=-1)
 
 
-def _bounded(k: int, errors: torch.Tensor, dtype: str) -> dict[str, float]:
+def _bounded(k: int, errors: torch.Tensor, dtype: str, blame: str) -> dict[str, float]:
     found = {
         "median": float(errors.median()),
         "p99": float(errors.quantile(0.99)),
@@ -199,15 +263,14 @@ def _bounded(k: int, errors: torch.Tensor, dtype: str) -> dict[str, float]:
         if not value <= bound:
             raise ProbeFailure(
                 f"probe: layer k = {k} differs from a plain transformers forward: {name} error "
-                f"relative to the row's norm {value:.3g}, allowed {bound:.3g} in {dtype}. The "
-                "engine runs another target than the folder holds, or captures another layer."
+                f"relative to the row's norm {value:.3g}, allowed {bound:.3g} in {dtype}. {blame}"
             )
     return found
 
 
-def _rms_ranges(captured: list[_Captured]) -> tuple[tuple[float, float], ...]:
-    """Lowest and highest row RMS per layer, first tokens apart."""
-    num_aux = captured[0].aux.shape[1]
-    layers = [torch.cat([row_rms(c.aux[1:, i]) for c in captured]) for i in range(num_aux)]
+def _rms_ranges(captured: list[_Captured], columns: list[int]) -> tuple[tuple[float, float], ...]:
+    """Lowest and highest row RMS of these columns of `aux` and of the last state, first tokens
+    apart."""
+    layers = [torch.cat([row_rms(c.aux[1:, i]) for c in captured]) for i in columns]
     layers.append(torch.cat([row_rms(c.last) for c in captured]))
     return tuple((float(rms.min()), float(rms.max())) for rms in layers)

@@ -17,7 +17,7 @@ from paceline.device import choose_device, choose_dtype, dtype_name
 from paceline.errors import DiskFullError, EngineError, UsageError
 from paceline.extract.engine import Engine, open_engine
 from paceline.extract.guards import Guards
-from paceline.extract.probe import choose_prompts, run_probe
+from paceline.extract.probe import choose_prompts, choose_reference_layers, run_probe
 from paceline.extract.sink import FLAGS_PATTERN, QUARANTINE_PATTERN, Destination, read_lines
 from paceline.progress import progress_bar
 from paceline.recipe import ExtractOptions
@@ -149,6 +149,9 @@ def _start(
     spec: StoreSpec,
     samples: list[TokenSample],
 ) -> dict[str, Any]:
+    reference_layers = 0
+    if not options.waive_reference:
+        reference_layers = choose_reference_layers(target, spec.dtype, options.reference_layers)
     with tempfile.TemporaryDirectory(prefix="paceline-probe-") as scratch:
         # The probe judges the engine, so a lossy codec must not stand between.
         probe = run_probe(
@@ -157,7 +160,7 @@ def _start(
             replace(spec, codec="raw"),
             choose_prompts(samples, options.probe_samples),
             Path(scratch),
-            compare=not options.waive_reference,
+            reference_layers,
         )
     start = {"dtype": spec.dtype, "engine": asdict(engine.info), "probe": probe.as_dict()}
     write_json(folder / START_FILE, start)

@@ -1,8 +1,10 @@
 """The target with its weights: the whole model, its decoder layers, or its norm and head alone."""
 
+import copy
+
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from paceline.errors import TargetError
@@ -20,15 +22,48 @@ _FINAL_NORM_NAMES = (
 )
 
 
-def load_model(target: Target, dtype: torch.dtype, device: str | torch.device) -> PreTrainedModel:
-    """The whole target through transformers, in eval mode, without gradients."""
+def load_model(
+    target: Target,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    num_layers: int | None = None,
+) -> PreTrainedModel:
+    """The target through transformers, in eval mode, without gradients: whole, or a copy that is
+    cut down to its first `num_layers` decoder layers, same weights."""
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            target.folder, dtype=dtype, trust_remote_code=target.reference.trust_remote_code
+            target.folder,
+            config=target.config if num_layers is None else _cut_down(target, num_layers),
+            dtype=dtype,
+            trust_remote_code=target.reference.trust_remote_code,
         )
     except (ValueError, OSError, ImportError) as error:
         raise TargetError(f"{target.folder}: transformers cannot load it: {error}") from error
     return model.to(device).eval().requires_grad_(False)
+
+
+def num_parameters(target: Target) -> int:
+    """Numbers that transformers' model of the target holds; nothing is loaded."""
+    return sum(weight.numel() for weight in _shell(target).parameters())
+
+
+def _shell(target: Target) -> PreTrainedModel:
+    """The model's modules without any weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            target.config, trust_remote_code=target.reference.trust_remote_code
+        )
+
+
+def _cut_down(target: Target, num_layers: int) -> PretrainedConfig:
+    """The target's config for its first layers: whatever is said layer by layer is cut too."""
+    config = copy.deepcopy(target.config)
+    text = config.get_text_config()
+    for key, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == target.num_layers:
+            setattr(text, key, value[:num_layers])
+    text.num_hidden_layers = num_layers
+    return config
 
 
 def decoder_of(model: nn.Module, num_layers: int) -> nn.Module:
@@ -103,10 +138,7 @@ class TeacherHead(nn.Module):
         is_normed: bool = False,
     ) -> None:
         super().__init__()
-        with torch.device("meta"):
-            shell = AutoModelForCausalLM.from_config(
-                target.config, trust_remote_code=target.reference.trust_remote_code
-            )
+        shell = _shell(target)
         norm = final_norm_of(shell, target.num_layers)
         head = shell.get_output_embeddings()
         names = {id(module): name for name, module in shell.named_modules()}
@@ -134,10 +166,7 @@ class TeacherHead(nn.Module):
 
 def load_embedding(target: Target, dtype: torch.dtype) -> torch.Tensor:
     """The target's token embedding [V, D], unscaled as stored: what servers share with a draft."""
-    with torch.device("meta"):
-        shell = AutoModelForCausalLM.from_config(
-            target.config, trust_remote_code=target.reference.trust_remote_code
-        )
+    shell = _shell(target)
     names = {id(module): name for name, module in shell.named_modules()}
     return target.weights.load(names[id(shell.get_input_embeddings())] + ".weight").to(dtype)
 
