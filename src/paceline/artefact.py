@@ -239,6 +239,13 @@ def describe_input(path: str | Path, manifest: Manifest) -> dict[str, Any]:
     return {"path": str(path), "fingerprint": manifest.fingerprint}
 
 
+def describe_growing(path: str | Path, manifest: Manifest) -> dict[str, Any]:
+    """An earlier stage's folder that may still be written as an entry of `inputs`: known by its
+    beginning, since its content is not known yet."""
+    made = [manifest.stage, manifest.schema, manifest.inputs, manifest.options, manifest.created]
+    return {"path": str(path), "fingerprint": {"begun": fingerprint.of_json(made)}}
+
+
 def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """Leaf by leaf, where two nested mappings differ; paths of inputs do not count."""
     lines = []

@@ -289,6 +289,18 @@ class TrainOptions(StageOptions, TargetOptions, CacheOptions):
     """`train`: an EAGLE-3 draft from a store and a draft vocabulary."""
 
     store: str = opt("", "Folder that `extract` wrote, or the URL of a store.", identity=False)
+    follow: bool = opt(
+        False,
+        "Train from a store that `extract` still writes, from its first shards on; more than one "
+        "epoch needs room for the whole store.",
+        identity=False,
+    )
+    follow_wait_s: float = opt(
+        600.0,
+        "How long to wait for an `extract` that has not begun, seconds.",
+        identity=False,
+        ge=0,
+    )
     vocab: str = opt("", "Folder that `align` wrote.", identity=False)
     draft: DraftOptions = Field(default_factory=DraftOptions, description="Shape of the draft.")
     start_from: str = opt(

@@ -35,10 +35,10 @@ class Stopped(BaseException):
 def train_until(monkeypatch, line, out, step, **options):
     whole_step = loop.Trainer.step
 
-    def stopping_step(self, number, batches):
-        if number == step:
+    def stopping_step(self, read):
+        if read.step.number == step:
             raise Stopped
-        return whole_step(self, number, batches)
+        return whole_step(self, read)
 
     with monkeypatch.context() as patch:
         patch.setattr(loop.Trainer, "step", stopping_step)

@@ -7,24 +7,23 @@ reads must be copied once more (measured in benchmarks/store.py).
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from queue import SimpleQueue
-from typing import Self
 
 import torch
 
 from paceline.contracts import SampleRecord
-from paceline.store.reader import Store
+from paceline.store.reader import ShardReader
 
 
 @dataclass(frozen=True)
 class PackedSamples:
     """Samples one after another, none padded.
 
-    input_ids int32 [N]; loss_mask bool [N]; aux [R, A, D]; last [M, D]: concatenated over the
-    samples, on the reader's device. token_starts, aux_starts, last_starts: S + 1 ints; sample i
-    has the rows from start i to start i + 1.
+    input_ids int32 [N] and loss_mask bool [N] on the CPU, where batches are laid out; aux [R, A, D]
+    and last [M, D] on the reader's device: concatenated over the samples. token_starts, aux_starts,
+    last_starts: S + 1 ints; sample i has the rows from start i to start i + 1.
     """
 
     records: Sequence[SampleRecord]
@@ -35,12 +34,6 @@ class PackedSamples:
     loss_mask: torch.Tensor
     aux: torch.Tensor
     last: torch.Tensor
-
-    def with_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """A copy with every tensor changed."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        tensors = {k: change(v) for k, v in values.items() if isinstance(v, torch.Tensor)}
-        return replace(self, **tensors)
 
 
 class PackedReader:
@@ -55,7 +48,7 @@ class PackedReader:
 
     def __init__(
         self,
-        store: Store,
+        store: ShardReader,
         groups: Iterable[list[int]],
         *,
         device: str | torch.device = "cpu",
@@ -105,7 +98,7 @@ class PackedReader:
 class _Slot:
     """The memory of one batch."""
 
-    def __init__(self, store: Store, device: torch.device) -> None:
+    def __init__(self, store: ShardReader, device: torch.device) -> None:
         self._store = store
         self._device = device
         self._buffers: dict[str, torch.Tensor] = {}
@@ -137,9 +130,7 @@ class _Slot:
         with torch.cuda.stream(self._stream):
             move = lambda tensor: tensor.to(self._device, non_blocking=True)
             moved = {k: [move(part) for part in parts] for k, parts in states.items()}
-            batch = replace(
-                batch.with_tensors(move), **{k: self._decode(k, v) for k, v in moved.items()}
-            )
+            batch = replace(batch, **{k: self._decode(k, v) for k, v in moved.items()})
             self._copied.record(self._stream)
         return batch
 
@@ -148,7 +139,7 @@ class _Slot:
         if self._copied:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(self._copied)
-            for tensor in (batch.input_ids, batch.loss_mask, batch.aux, batch.last):
+            for tensor in (batch.aux, batch.last):
                 tensor.record_stream(current)
         return batch
 

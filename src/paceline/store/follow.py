@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from threading import Event
@@ -98,7 +99,7 @@ class Follower(ShardReader):
         super().__init__(folder, spec, self._builder.build().records)
         self.manifest = manifest
         self._watch = watch
-        self._order = _Order(order_path)
+        self._order_path = order_path
         self._rank = rank
         self._window_shards = window_shards
         self._stopped = Event()
@@ -106,6 +107,11 @@ class Follower(ShardReader):
         self._gone: set[int] = set()
         self._kept: set[int] = set()
         self._num_pauses_answered = 0
+
+    @cached_property
+    def _order(self) -> "_Order":
+        # Not before it is needed: a training that starts over removes the file first.
+        return _Order(self._order_path)
 
     def windows(self, split: str) -> Iterator[np.ndarray | None]:
         """int64 sample indices of a split, window by window as shards appear; ends when the writer
@@ -140,6 +146,17 @@ class Follower(ShardReader):
             if number not in self._kept and shard_path(self.folder, number).exists():
                 mark_consumed(self.folder, number)
         self._num_pauses_answered = sum(window is None for window in self._windows)
+
+    def drain(self) -> None:
+        """Let all go, unread, that a writer with a byte budget still has to write."""
+        writer = self._watch.peer()
+        if writer is None or writer.budget_bytes is None:
+            return
+        self._stopped.clear()
+        num_windows = 0
+        for window in self.windows(TRAIN_SPLIT):
+            num_windows += window is not None
+            self.release(num_windows)
 
     def check_writer(self) -> None:
         """Raises StreamError where the writer died or failed. Cheap; call it often."""

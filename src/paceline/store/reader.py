@@ -103,6 +103,14 @@ class ShardReader:
         """Shape of one row of `aux` (A, D) or `last` (D,)."""
         return self.spec.row_shape(kind)
 
+    def num_taught_rows(self, index: int) -> int:
+        """Rows of a sample that TTT step 0 teaches: supervised tokens, but not a first token, which
+        no row comes before."""
+        record = self.records[index]
+        shard = self.shard(record.shard)
+        start = int(shard.offsets[record.position, 0])
+        return record.num_supervised - int(shard.rows("loss_mask", start, start + 1).sum())
+
     def release(self, num_windows: int) -> None:
         """See Follower; what is finished stays."""
 

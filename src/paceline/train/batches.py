@@ -1,51 +1,105 @@
-"""Which samples make which optimiser step: a pure function of seed and step, so that resuming in
-mid-epoch replays nothing."""
+"""Which samples make which optimiser step: a pure function of seed, step and the order in which the
+store's windows came, so that resuming in mid-epoch replays nothing."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import islice
 
 import numpy as np
 
+from paceline.contracts import TRAIN_SPLIT
+from paceline.store import Follower, Store
 from paceline.store.packing import cut, shuffled
 
 
 @dataclass(frozen=True)
-class StepPlan:
-    """Samples of a run in the order of training, cut into optimiser steps.
+class Step:
+    """What one optimiser step reads.
 
-    samples: int64 indices into the store; num_rows, num_tokens: for each sample of the store its
-    supervised rows and its rows with states. A step takes samples until it holds `batch_rows`
-    rows; epochs follow each other without a border.
+    groups: the sample indices of each micro-batch. num_rows: rows supervised at TTT step 0 in all
+    of them. num_windows: that many first windows of the store no later step reads. Without groups
+    it is a pause before step `number`: the store's writer waits for room.
     """
 
-    samples: np.ndarray
-    num_rows: np.ndarray
-    num_tokens: np.ndarray
+    number: int
+    groups: list[list[int]]
+    num_rows: int
+    num_windows: int
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Cuts the samples of a store into optimiser steps.
+
+    A step takes samples until it holds `batch_rows` supervised rows; its micro-batches hold at most
+    `micro_batch_tokens` rows with states. num_epochs: passes over the samples; they follow each
+    other without a border, and the last step takes what is left.
+    """
+
+    store: Store | Follower
     batch_rows: int
+    micro_batch_tokens: int
+    num_epochs: int
     seed: int
 
-    def total_steps(self, epochs: float) -> int:
-        """Optimiser steps that `epochs` passes over the rows make."""
-        return max(1, round(float(self.num_rows[self.samples].sum()) * epochs / self.batch_rows))
-
-    def steps(self, start: int = 0) -> Iterator[list[int]]:
-        """Sample numbers of optimiser steps start, start + 1, ... without end."""
-        step, samples, rows = 0, [], 0
-        for sample in self._order():
+    def steps(self, start: int, stop: int) -> Iterator[Step]:
+        """Optimiser steps start, start + 1, ... below `stop`, as far as there are samples; pauses
+        in between. Nothing of the steps before is read."""
+        if start >= stop:
+            return
+        number, samples, num_rows, num_windows = 0, [], 0, 0
+        for window, sample in self._order():
+            if sample is None:
+                if number >= start:
+                    yield Step(number, [], 0, num_windows if samples else window)
+                continue
             samples.append(sample)
-            rows += int(self.num_rows[sample])
+            num_windows = window if len(samples) == 1 else num_windows
+            num_rows += int(self.store.records.num_supervised[sample])
             # Rows beyond a step's share count for the next one, so that steps are even on average.
-            if rows >= self.batch_rows:
-                rows -= self.batch_rows
-                if step >= start:
-                    yield samples
-                step, samples = step + 1, []
+            if num_rows >= self.batch_rows:
+                num_rows -= self.batch_rows
+                if number >= start:
+                    yield self._step(number, samples, window)
+                number, samples = number + 1, []
+                if number == stop:
+                    return
+        if samples and number >= start:
+            yield self._step(number, samples, window)
 
-    def micro_batches(self, samples: list[int], max_tokens: int) -> list[list[int]]:
-        """A step's samples in groups of at most max_tokens tokens (a longer sample goes alone)."""
-        return list(cut(np.array(samples, np.int64), self.num_tokens, max_tokens))
+    def groups(self, samples: list[int]) -> list[list[int]]:
+        """Samples, in order, in groups that fit into a micro-batch (a longer one goes alone)."""
+        sizes = self.store.records.num_aux_rows
+        return list(cut(np.array(samples, np.int64), sizes, self.micro_batch_tokens))
 
-    def _order(self) -> Iterator[int]:
-        for epoch in count():
-            yield from shuffled(self.samples, self.seed, epoch).tolist()
+    def num_samples(self) -> int:
+        """Samples to learn from, as far as they are known."""
+        samples = self.store.split(TRAIN_SPLIT)
+        return int((self.store.records.num_supervised[samples] > 0).sum())
+
+    def first_samples(self, count: int) -> list[int]:
+        """The samples that training reads first."""
+        samples = (sample for _, sample in self._order() if sample is not None)
+        return list(islice(samples, count))
+
+    def _step(self, number: int, samples: list[int], window: int) -> Step:
+        num_rows = sum(map(self.store.num_taught_rows, samples))
+        return Step(number, self.groups(samples), num_rows, window)
+
+    def _order(self) -> Iterator[tuple[int, int | None]]:
+        """Samples in the order of training, each with the number of its window; None: a pause."""
+        number = 0
+        for window in self.store.windows(TRAIN_SPLIT):
+            if window is None:
+                yield number, None
+                continue
+            for sample in self._shuffled(window, number):
+                yield number, sample
+            number += 1
+        for epoch in range(1, self.num_epochs):
+            for sample in self._shuffled(self.store.split(TRAIN_SPLIT), number - 1 + epoch):
+                yield number, sample
+
+    def _shuffled(self, samples: np.ndarray, epoch: int) -> list[int]:
+        supervised = samples[self.store.records.num_supervised[samples] > 0]
+        return shuffled(supervised, self.seed, epoch).tolist()

@@ -7,21 +7,22 @@ import json
 import logging
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.draft.batch import PackedBatch, pack
+from paceline.contracts import HELDOUT_SPLIT
+from paceline.draft.batch import PackedBatch, from_packed
 from paceline.draft.losses import StepSums, Teacher, distillation_loss
 from paceline.draft.model import Draft
 from paceline.errors import TrainingError
 from paceline.recipe import TrainOptions
-from paceline.store import Store
-from paceline.train.batches import StepPlan
+from paceline.store import Follower, PackedReader, Store
+from paceline.train.batches import Step, StepPlan
 from paceline.train.optimiser import MasterAdamW
+from paceline.train.reading import ReadStep, read_steps
 from paceline.train.schedule import learning_rate
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class Trainer:
     draft: Draft
     teacher: Teacher
     optimiser: MasterAdamW
-    store: Store
+    store: Store | Follower
     plan: StepPlan
     options: TrainOptions
     total_steps: int
@@ -46,32 +47,26 @@ class Trainer:
         warming = step < self.options.ttt_warmup * self.total_steps
         return 1 if warming else self.options.ttt_steps
 
-    def run(self, start: int) -> Iterator[dict[str, Any]]:
-        """Optimiser steps from `start` to the end; yields one record per step."""
-        groups = self.plan.steps(start)
-        with ThreadPoolExecutor(1) as reader:
-            coming = reader.submit(self._read, next(groups))
-            for step in range(start, self.total_steps):
-                waited = time.perf_counter()
-                batches = coming.result()
-                waited = time.perf_counter() - waited
-                if step + 1 < self.total_steps:
-                    coming = reader.submit(self._read, next(groups))
-                yield {**self.step(step, batches), "wait_s": waited}
+    def run(self, start: int) -> Iterator[tuple[Step, dict[str, Any] | None]]:
+        """Optimiser steps from `start` to the end, each with its record; a pause has none."""
+        steps = self.plan.steps(start, self.total_steps)
+        for read in read_steps(self.store, steps, self.device):
+            yield read.step, self.step(read) if read.step.groups else None
 
-    def step(self, step: int, batches: list[PackedBatch]) -> dict[str, Any]:
+    def step(self, read: ReadStep) -> dict[str, Any]:
         """One optimiser step over micro-batches; the record's sums stay on the device."""
         started = time.perf_counter()
-        num_rows = sum(batch.num_supervised_rows for batch in batches)
+        step, num_rows = read.step.number, read.step.num_rows
         if not num_rows:
             raise TrainingError(f"optimiser step {step} has no supervised row")
-        total, sums = 0.0, None
-        for batch in batches:
+        total, sums, num_tokens = 0.0, None, 0
+        for batch in read.batches():
             loss, step_sums = self.loss(batch, self.ttt_steps(step), num_rows)
             loss.backward()
             self.optimiser.accumulate()
             total = total + loss.detach()
             sums = step_sums if sums is None else sums.add(step_sums)
+            num_tokens += len(batch.positions)
         rate = learning_rate(
             step,
             self.total_steps,
@@ -88,8 +83,9 @@ class Trainer:
             "learning_rate": rate,
             "grad_norm": norm,
             "rows": num_rows,
-            "tokens": sum(len(batch.positions) for batch in batches),
+            "tokens": num_tokens,
             "step_s": time.perf_counter() - started,
+            "wait_s": read.wait_s,
         }
 
     def loss(
@@ -107,20 +103,14 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def heldout(self, samples: list[int]) -> dict[str, Any] | None:
+    def heldout(self) -> dict[str, Any] | None:
         """Loss and per-step figures on held-out samples; None where there are none."""
-        if not samples:
-            return None
+        samples = self.store.split(HELDOUT_SPLIT).tolist()
         sums = None
-        for group in self.plan.micro_batches(samples, self.options.micro_batch_tokens):
-            batch = pack([self.store.read(i) for i in group])
-            _, step_sums = self.loss(batch, self.options.ttt_steps, 1)
+        for packed in PackedReader(self.store, self.plan.groups(samples), device=self.device):
+            _, step_sums = self.loss(from_packed(packed), self.options.ttt_steps, 1)
             sums = step_sums if sums is None else sums.add(step_sums)
-        return figures(sums, self.options.step_decay)
-
-    def _read(self, samples: list[int]) -> list[PackedBatch]:
-        groups = self.plan.micro_batches(samples, self.options.micro_batch_tokens)
-        return [pack([self.store.read(i) for i in group]) for group in groups]
+        return figures(sums, self.options.step_decay) if sums else None
 
 
 def figures(sums: StepSums, step_decay: float) -> dict[str, Any]:

@@ -1,0 +1,73 @@
+"""Where training reads from: a finished store, or one that is still being written."""
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from paceline.artefact import COMPLETE, describe_growing, describe_input, load_manifest
+from paceline.contracts import TRAIN_SPLIT
+from paceline.errors import StreamError, TrainingError, UsageError
+from paceline.recipe import TrainOptions
+from paceline.store import Follower, Store, follow
+from paceline.store.cache import Cache
+from paceline.store.place import is_remote
+from paceline.train.batches import StepPlan
+
+logger = logging.getLogger(__name__)
+
+# The order in which a stream was read. A training that began on a stream keeps to it.
+ORDER_FILE = "order.json"
+
+
+@contextmanager
+def open_store(options: TrainOptions) -> Iterator[tuple[Store | Follower, dict[str, Any]]]:
+    """The store, and its entry among the inputs of the stage."""
+    order = Path(options.out) / ORDER_FILE
+    began_on_stream = order.is_file() and not options.overwrite
+    if began_on_stream or (options.follow and not _is_finished(options.store)):
+        with follow(options.store, order, wait_s=options.follow_wait_s) as store:
+            yield store, describe_growing(options.store, store.manifest)
+        return
+    store = Store(options.store, cache=Cache(options.cache_dir, options.cache_bytes))
+    yield store, describe_input(options.store, store.manifest)
+
+
+def _is_finished(store: str) -> bool:
+    if is_remote(store):
+        return True
+    try:
+        return load_manifest(store, "extract").status == COMPLETE
+    except UsageError:
+        return False
+
+
+def plan_of(options: TrainOptions, store: Store | Follower) -> tuple[StepPlan, int]:
+    """The plan, and the optimiser steps of the whole run."""
+    num_rows = store.expected_rows(TRAIN_SPLIT)
+    if not num_rows:
+        raise TrainingError(f"{store.folder} has no sample of the training split to learn from")
+    wanted_rows = num_rows * options.epochs
+    total_steps = max(1, round(wanted_rows / options.batch_rows))
+    if options.max_steps:
+        total_steps, wanted_rows = options.max_steps, options.max_steps * options.batch_rows
+    plan = StepPlan(
+        store=store,
+        batch_rows=options.batch_rows,
+        micro_batch_tokens=options.micro_batch_tokens,
+        num_epochs=math.ceil(wanted_rows / num_rows),
+        seed=options.seed,
+    )
+    return plan, total_steps
+
+
+def leave(store: Store | Follower, options: TrainOptions) -> None:
+    """What a training owes its writer: one that read all of its first epoch makes room for what is
+    still to come, so that the store gets finished."""
+    if isinstance(store, Follower) and options.max_steps is None and options.epochs >= 1:
+        try:
+            store.drain()
+        except StreamError as error:
+            logger.warning("the draft is finished, the store is not: %s", error)
