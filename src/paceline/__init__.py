@@ -22,7 +22,15 @@ _MODULES = (
     "plan",
     "run",
 )
-_FUNCTIONS = {"generate": "paceline.prepare.generate"}
+_FUNCTIONS = {
+    "generate": "paceline.prepare.generate",
+    "import_store": "paceline.exchange.import_store",
+    "export_store": "paceline.exchange.export_store",
+    "merge_stores": "paceline.housekeeping.merge_stores",
+    "subset_store": "paceline.housekeeping.subset_store",
+    "delete_samples": "paceline.housekeeping.delete_samples",
+    "upgrade_store": "paceline.housekeeping.upgrade_store",
+}
 
 __all__ = [*_MODULES, *_FUNCTIONS]
 

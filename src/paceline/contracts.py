@@ -22,6 +22,8 @@ SCHEMA_VERSIONS = {
     "evaluate": 1,
     "export": 1,
     "report": 1,
+    "export-store": 1,
+    "codec-report": 1,
 }
 
 TRAIN_SPLIT = "train"

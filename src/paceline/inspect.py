@@ -18,6 +18,7 @@ from paceline.artefact import COMPLETE, Manifest, load_finished, load_manifest
 from paceline.contracts import MANIFEST_NAME, TokenSample
 from paceline.dataset import list_parts, read_part
 from paceline.errors import StoreCorruption, TargetError, UsageError
+from paceline.exchange.export_store import content_of as content_of_files
 from paceline.forms.load import CONFIG_FILE, WEIGHTS_FILE
 from paceline.prepare.generate import list_answer_parts
 from paceline.prepare.summary import add_up
@@ -133,6 +134,7 @@ _CONTENT: dict[str, Callable[[Path, Manifest], str | None]] = {
     ),
     "export": _export_content,
     "report": lambda folder, manifest: fingerprint.of_file(folder / manifest.result["page_file"]),
+    "export-store": lambda folder, _: content_of_files(folder),
 }
 
 

@@ -54,14 +54,19 @@ def states_of(sample: TokenSample, spec: StoreSpec) -> tuple[torch.Tensor, torch
 
 
 def write_store(
-    folder: Path, spec: StoreSpec, samples: Iterable[TokenSample], inputs: dict | None = None
+    folder: Path,
+    spec: StoreSpec,
+    samples: Iterable[TokenSample],
+    inputs: dict | None = None,
+    result: dict | None = None,
 ) -> Path:
     """A finished store of the samples."""
     with open_stage(folder, "extract", inputs or {}, {}) as stage:
         with ShardWriter(stage.path, spec) as writer:
             for sample in samples:
                 writer.add(sample, *states_of(sample, spec))
-        stage.finish({"store": spec.to_dict()}, content_fingerprint(stage.path))
+        made = {"store": spec.to_dict(), **(result or {})}
+        stage.finish(made, content_fingerprint(stage.path))
     return folder
 
 

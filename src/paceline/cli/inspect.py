@@ -8,7 +8,17 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from paceline.cli import align, evaluate, export, extract, generate, prepare, report, train
+from paceline.cli import (
+    align,
+    evaluate,
+    exchange,
+    export,
+    extract,
+    generate,
+    prepare,
+    report,
+    train,
+)
 from paceline.cli.command import Command
 from paceline.cli.output import count, facts, table
 from paceline.recipe import InspectOptions
@@ -24,6 +34,7 @@ _STAGES = {
         evaluate.COMMAND,
         export.COMMAND,
         report.COMMAND,
+        exchange.EXPORT_COMMAND,
     )
 }
 _STYLES = {"context": "dim", "supervised": "bold green", "past_end": "yellow"}

@@ -19,9 +19,11 @@ from paceline import __version__
 from paceline.cli import (
     align,
     evaluate,
+    exchange,
     export,
     extract,
     generate,
+    housekeeping,
     inspect,
     prepare,
     report,
@@ -45,6 +47,9 @@ COMMANDS: tuple[Command, ...] = (
     export.COMMAND,
     report.COMMAND,
     inspect.COMMAND,
+    exchange.IMPORT_COMMAND,
+    exchange.EXPORT_COMMAND,
+    *housekeeping.COMMANDS,
 )
 _ABOUT = (
     "From a target model and chat data to an EAGLE-3 draft that vLLM and SGLang serve, every "

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.contracts import LayerPlan, TokenSample
+from paceline.target.spec import Target
 
 # How far outside the probe's range a layer's RMS may lie before it is flagged.
 _RMS_SLACK = 4.0
@@ -74,6 +75,18 @@ class Guards:
         """aux [R, A], last [M] -> for each k its column."""
         layers = [(k, aux[:, i]) for i, k in enumerate(self.plan.aux)]
         return [*layers, (self.plan.last, last)]
+
+
+def unusable(sample: TokenSample, target: Target) -> str | None:
+    """Why nothing can be learnt from a sample of this target, or None."""
+    longest = getattr(target.text_config, "max_position_embeddings", None)
+    if not sample.num_aux_rows:
+        return "no supervised token after the first"
+    if longest and sample.num_tokens > longest:
+        return f"longer than the target's {longest} positions"
+    if int(sample.input_ids.max()) >= target.vocab_size:
+        return f"token id outside the target's {target.vocab_size}"
+    return None
 
 
 def row_norms(aux: torch.Tensor, last: torch.Tensor) -> RowNorms:

@@ -44,12 +44,12 @@ class Sink:
             return
         flags = self._guards.flags(norms)
         if flags:
-            _append(self._flags, {"sample_id": sample.sample_id, "flags": flags})
+            append_line(self._flags, {"sample_id": sample.sample_id, "flags": flags})
         self._writer.add(sample, aux, last)
 
     def reject(self, sample: TokenSample, reason: str) -> None:
         """Quarantine a sample: it is never stored as good."""
-        _append(self._quarantine, {"sample_id": sample.sample_id, "reason": reason})
+        append_line(self._quarantine, {"sample_id": sample.sample_id, "reason": reason})
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ def read_lines(folder: Path, pattern: str) -> list[dict[str, Any]]:
     return list(entries.values())
 
 
-def _append(path: Path, entry: dict[str, Any]) -> None:
+def append_line(path: Path, entry: dict[str, Any]) -> None:
+    """One JSON object a line."""
     with path.open("a") as file:
         file.write(json.dumps(entry, ensure_ascii=False) + "\n")

@@ -14,11 +14,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from paceline.artefact import disk_errors, fsync_folder
+from paceline.errors import StoreError
 
 INDEX_NAME = "index.safetensors"
 SHARDS_FOLDER = "shards"
 # What is left of shards that were consumed and let go: all but their states.
 RECEIPTS_FOLDER = "receipts"
+# Shards that are to take the place of others, and the plan that decides it.
+REWRITE_FOLDER = ".rewrite"
+REWRITE_PLAN_NAME = "plan.json"
 _FINAL = re.compile(r"^(\d{5,})\.safetensors$")
 _ASIDE = re.compile(r"^\.(\d{5,})\.part$")
 # One write call moves at most about 2 GiB on Linux.
@@ -77,6 +81,15 @@ def write_all(descriptor: int, data: memoryview | bytes, offset: int) -> None:
     while view:
         done = os.pwrite(descriptor, view[:_WRITE_BYTES], offset)
         view, offset = view[done:], offset + done
+
+
+def refuse_half_rewritten(folder: Path) -> None:
+    """Raises StoreError where shards are being replaced, or were when that run died."""
+    if (folder / REWRITE_FOLDER / REWRITE_PLAN_NAME).is_file():
+        raise StoreError(
+            f"{folder}: a change of its samples is not finished. Wait for it, or run the same "
+            "command again (`paceline delete-samples` or `upgrade-store`)."
+        )
 
 
 class AsideFile:

@@ -8,6 +8,7 @@ from paceline.store.files import (
     INDEX_NAME,
     receipt_numbers,
     receipt_path,
+    refuse_half_rewritten,
     shard_numbers,
     shard_path,
 )
@@ -48,6 +49,7 @@ class LocalShelf:
         self.index_path = folder / INDEX_NAME
 
     def manifest(self, unfinished: bool = False) -> Manifest:
+        refuse_half_rewritten(self.folder)
         return (load_manifest if unfinished else load_finished)(self.folder, STAGE)
 
     def shard_bytes(self) -> dict[int, int]:

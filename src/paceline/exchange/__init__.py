@@ -1,0 +1,1 @@
+"""Stores of other tools, taken in and given out: `import-store` and `export-store`."""

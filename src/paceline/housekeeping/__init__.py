@@ -1,0 +1,1 @@
+"""Keeping house in stores: merge, subset, delete, upgrade."""

@@ -1,0 +1,1 @@
+"""Stores of other tools: one file a sample. What is in them, and how such files are written."""
