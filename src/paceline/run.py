@@ -16,12 +16,11 @@ from typing import Any
 from paceline.artefact import COMPLETE, load_manifest, write_json
 from paceline.errors import UsageError
 from paceline.recipe import RunOptions
-from paceline.stages import plan_stages, recipe_of
+from paceline.stages import TIMES_FILE, plan_stages, recipe_of
 from paceline.verbs import make_callable
 
 logger = logging.getLogger(__name__)
 
-TIMES_FILE = "run.json"
 _MODULES = {"generate": "paceline.prepare.generate"}
 
 

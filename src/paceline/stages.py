@@ -14,6 +14,9 @@ from paceline.recipe import (
     override_recipe,
 )
 
+# What `run` and `plan` leave in a run's folder, and the page reads.
+TIMES_FILE, PLAN_FILE = "run.json", "plan.json"
+
 
 def recipe_of(options: RunOptions) -> Recipe:
     """The recipe that the options name or hold, with their overrides. Raises UsageError."""

@@ -25,6 +25,7 @@ from paceline.cli import (
     generate,
     housekeeping,
     inspect,
+    plan,
     prepare,
     report,
     run,
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 COMMANDS: tuple[Command, ...] = (
     run.COMMAND,
+    plan.COMMAND,
     generate.COMMAND,
     prepare.COMMAND,
     extract.COMMAND,

@@ -10,8 +10,7 @@ from paceline.contracts import MANIFEST_NAME
 from paceline.errors import UsageError
 from paceline.recipe import STAGES
 from paceline.runlog import TrainingLog, read_log
-
-_TIMES_FILE = "run.json"
+from paceline.stages import TIMES_FILE
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def gather(run_dir: Path) -> RunRecord:
 
 def _seconds(run_dir: Path, stages: dict[str, StageRecord]) -> dict[str, float]:
     """As `paceline run` kept them; of stages that were run by hand nothing is known."""
-    path = run_dir / _TIMES_FILE
+    path = run_dir / TIMES_FILE
     if not path.is_file():
         return {}
     known = json.loads(path.read_text())["stages"]

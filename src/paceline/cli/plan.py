@@ -1,0 +1,122 @@
+"""`paceline plan`: prints a table of the stages, and under it the arithmetic of each figure."""
+
+from typing import Any
+
+from rich.console import Console
+
+from paceline.cli.command import Command
+from paceline.cli.output import count, facts, table
+from paceline.recipe import PlanOptions
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    target, data = result["target"], result["data"]
+    console.print(
+        facts(
+            f"Plan of {result['run_dir']}",
+            [
+                ("target", _target(target)),
+                ("data", _data(data)),
+                ("runs on", _setting(result)),
+            ],
+        )
+    )
+    rows = [
+        [
+            name,
+            size(stage["bytes"]),
+            count(stage["files"]),
+            duration(stage["seconds"]),
+            size(stage["host_bytes"]),
+            size(stage["device_bytes"]) if stage["device_bytes"] else "-",
+        ]
+        for name, stage in result["stages"].items()
+    ]
+    total = result["total"]
+    rows.append(["in all", size(total["bytes"]), count(total["files"]), duration(total["seconds"])])
+    columns = ["stage", "on disk", "files", "time", "host memory", "device memory"]
+    console.print(table("", columns, rows))
+    for name, stage in result["stages"].items():
+        console.print(f"{name}: bytes: {stage['how']['bytes']}", style="dim", soft_wrap=True)
+        console.print(f"{name}: time: {stage['how']['seconds']}", style="dim", soft_wrap=True)
+    console.print(_memory(result), style="dim", soft_wrap=True)
+    for line in _notes(result):
+        console.print(line, soft_wrap=True)
+
+
+def problems(result: dict[str, Any]) -> list[str]:
+    disk = result["disk"]
+    if disk["fits"]:
+        return []
+    return [
+        f"plan: {disk['folder']} has {size(disk['free'])} free, the run needs "
+        f"{size(disk['needed'])} at its largest: make room, or choose a smaller codec or less data"
+    ]
+
+
+def size(num_bytes: float) -> str:
+    """1,536 -> `1.5 kB`; powers of 1,000, as disks are sold."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}" if num_bytes < 100 else f"{num_bytes:.0f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.2f} TB"
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "not foretold"
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:,.0f} min" if seconds < 36_000 else f"{seconds / 3600:,.1f} h"
+
+
+def _target(target: dict[str, Any]) -> str:
+    return (
+        f"{target['target']}: {target['layers']} layers, width {target['hidden_size']:,}, "
+        f"{target['weights'] / 1e9:,.2f} billion weights, "
+        f"{target['active_weights'] / 1e9:,.2f} billion of them (embedding and head apart) met by a "
+        f"token, {size(target['weight_bytes'])}"
+    )
+
+
+def _data(data: dict[str, Any]) -> str:
+    return (
+        f"{data['origin']}; in all {data['samples']:,} samples, {data['tokens']:,} tokens, "
+        f"{data['supervised_tokens']:,} supervised"
+    )
+
+
+def _setting(result: dict[str, Any]) -> str:
+    setting, devices = result["setting"], result["total"]["devices"]
+    rates = "measured rates" if result["measured"] else "arithmetic, right to a factor of two"
+    return (
+        f"{devices} x {setting['device']}, {setting['extract_flops'] / 1e12:.3g} TFLOP/s in "
+        f"{setting['extract_dtype']}; times by {rates}"
+    )
+
+
+def _memory(result: dict[str, Any]) -> str:
+    stages = result["stages"]
+    lines = []
+    for name in ("extract", "train"):
+        for place, parts in stages[name]["memory"].items():
+            words = ", ".join(f"{part} {size(value)}" for part, value in parts.items())
+            if words:
+                lines.append(f"{name}: memory of the {place}: {words}")
+    return "\n".join(lines)
+
+
+def _notes(result: dict[str, Any]) -> list[str]:
+    total, disk = result["total"], result["disk"]
+    lines = [
+        f"disk: {size(disk['needed'])} needed at the largest, {size(disk['free'])} free in "
+        f"{disk['folder']}"
+    ]
+    if total["cost"] is not None:
+        lines.append(f"cost: {total['cost']:,.2f} at {total['devices']} devices")
+    lines.append(f"kept in {result['file']}")
+    return lines
+
+
+COMMAND = Command("plan", PlanOptions, "paceline.plan", show, problems)

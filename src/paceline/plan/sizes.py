@@ -1,0 +1,187 @@
+"""Bytes and files of each stage's folder."""
+
+import math
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from paceline.contracts import LayerPlan
+from paceline.dataset import write_part
+from paceline.draft.config import draft_config
+from paceline.draft.model import Draft
+from paceline.plan.data import DataSample
+from paceline.plan.shape import TargetShape
+from paceline.prepare.answering import PART_ROWS as ANSWERS_PER_PART
+from paceline.prepare.run import PART_BYTES, PART_ROWS
+from paceline.recipe import ExportOptions, ExtractOptions, Recipe, TrainOptions
+from paceline.store import StoreSpec
+from paceline.store.sizes import StoreSize, store_size
+
+# A manifest, a lock, a log: small beside what they stand with.
+_SMALL_BYTES, _SMALL_FILES = 16 << 10, 2
+# JSON text of a token: its id with a comma, and its share of the words.
+_JSON_TOKEN_BYTES = 10
+_LOG_RECORD_BYTES = 700
+_PAGE_BYTES = 96 << 10
+# What `train` keeps: masters and two moments in float32, the two newest checkpoints.
+_STATE_BYTES_PER_WEIGHT, _CHECKPOINTS_KEPT = 12, 2
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """bytes: what stays. peak_bytes: the most at any time. how: the arithmetic, in words."""
+
+    bytes: int
+    peak_bytes: int
+    files: int
+    how: str
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """trained: weights that move. own_bytes: of `draft.safetensors`. embedding: weights of the
+    shared embedding (0 where the draft has its own). fuse, keys: weights that every row with
+    states meets; mix, head: those that only supervised rows meet."""
+
+    trained: int
+    own_bytes: int
+    num_tensors: int
+    embedding: int
+    fuse: int
+    keys: int
+    mix: int
+    head: int
+
+
+def draft_shape(recipe: Recipe, shape: TargetShape, layers: LayerPlan) -> DraftShape:
+    """The draft of a recipe, built without memory. Raises TrainingError for impossible shapes."""
+    config = draft_config(
+        recipe.train.draft, shape.text_config, layers.aux, recipe.align.draft_vocab_size
+    )
+    with torch.device("meta"):
+        draft = Draft(config)
+    sizes = {name: parameter.numel() for name, parameter in draft.named_parameters()}
+    shared = sizes["embed_tokens.weight"] if config.shares_embedding else 0
+    own = {n: t for n, t in draft.state_dict().items() if n != "embed_tokens.weight" or not shared}
+    keys = sum(n for name, n in sizes.items() if ".k_proj." in name or ".v_proj." in name)
+    layer = sum(n for name, n in sizes.items() if name.startswith("layers."))
+    return DraftShape(
+        trained=sum(p.numel() for p in draft.parameters() if p.requires_grad),
+        own_bytes=sum(t.numel() * t.itemsize for t in own.values()),
+        num_tensors=len(own),
+        embedding=shared,
+        fuse=sizes["fc.weight"],
+        keys=keys,
+        mix=layer - keys,
+        head=sizes["lm_head.weight"],
+    )
+
+
+def store_spec(
+    options: ExtractOptions, shape: TargetShape, layers: LayerPlan, dtype: str
+) -> StoreSpec:
+    return StoreSpec(
+        layers=layers,
+        hidden_size=shape.hidden_size,
+        dtype=dtype,
+        codec=options.codec,
+        shard_bytes=options.shard_bytes,
+    )
+
+
+def generate_footprint(data: DataSample) -> Footprint:
+    tokens = data.num_tokens
+    parts = math.ceil(data.rows / ANSWERS_PER_PART)
+    size = tokens * _JSON_TOKEN_BYTES + _SMALL_BYTES
+    how = f"{tokens:,} tokens x {_JSON_TOKEN_BYTES} bytes of JSON (an id and its share of words)"
+    return Footprint(size, size, parts + _SMALL_FILES, how)
+
+
+def prepare_footprint(data: DataSample, shape: TargetShape) -> Footprint:
+    """Parquet is what it is: a part is really written, and its bytes are scaled."""
+    with tempfile.TemporaryDirectory(prefix="paceline-plan-") as folder:
+        path = write_part(Path(folder), 0, list(data.samples), data.record.as_dict())
+        part_bytes = path.stat().st_size
+    counts = 8 * shape.vocab_size
+    size = round(part_bytes * data.scale) + counts + _SMALL_BYTES
+    rows_per_part = min(PART_ROWS, PART_BYTES / data.row_bytes if data.row_bytes else PART_ROWS)
+    parts = math.ceil(data.rows / max(rows_per_part, 1))
+    per_token = part_bytes / sum(s.num_tokens for s in data.samples)
+    how = (
+        f"{data.num_tokens:,} tokens x {per_token:.2f} bytes (a part written as Parquet, and "
+        f"weighed) + {counts:,} of token counts"
+    )
+    return Footprint(size, size, parts + 2 + _SMALL_FILES, how)
+
+
+def extract_footprint(
+    options: ExtractOptions, spec: StoreSpec, data: DataSample, states_share: float | None
+) -> tuple[Footprint, StoreSize]:
+    size = store_size(spec, data.samples, data.scale, states_share or 1.0)
+    rows = round(data.scale * sum(s.num_aux_rows for s in data.samples))
+    share = "" if states_share is None else f" x {states_share:.3f} (measured)"
+    bound = " (an upper bound: --measure tells)" if _is_bound(spec, states_share) else ""
+    how = (
+        f"({rows:,} rows x {spec.num_aux} states + {data.num_supervised:,} last states) x "
+        f"{spec.hidden_size:,} x {_value_bytes(spec, size, data):.3f} bytes, codec {spec.codec}"
+        f"{share}{bound}, + {round(size.tokens + size.entries + size.index):,} of ids, masks and "
+        "index"
+    )
+    total = size.total + _SMALL_BYTES
+    files = size.num_shards + 1 + 1 + _SMALL_FILES + (options.workers - 1)
+    return Footprint(total, total, files, how), size
+
+
+def align_footprint(recipe: Recipe, shape: TargetShape) -> Footprint:
+    size = 8 * recipe.align.draft_vocab_size + shape.vocab_size + _SMALL_BYTES
+    how = f"8 x {recipe.align.draft_vocab_size:,} offsets + {shape.vocab_size:,} marks"
+    return Footprint(size, size, 1 + _SMALL_FILES, how)
+
+
+def train_footprint(options: TrainOptions, draft: DraftShape, steps: int) -> Footprint:
+    state = _STATE_BYTES_PER_WEIGHT * draft.trained
+    kept = min(_CHECKPOINTS_KEPT, (steps - 1) // options.checkpoint_every)
+    log = steps // options.log_every * _LOG_RECORD_BYTES
+    size = draft.own_bytes + kept * state + log + _SMALL_BYTES
+    peak = size + (state if kept else 0)
+    how = (
+        f"{draft.own_bytes:,} of weights in float32 + {kept} checkpoints x {draft.trained:,} "
+        f"trained weights x {_STATE_BYTES_PER_WEIGHT} bytes (one more while it is written)"
+    )
+    return Footprint(size, peak, 3 + 2 * kept + _SMALL_FILES, how)
+
+
+def export_footprint(options: ExportOptions, draft: DraftShape, dtype: str) -> Footprint:
+    item = getattr(torch, dtype).itemsize
+    one = draft.own_bytes * item // 4
+    if options.copy_embedding:
+        one += draft.embedding * item
+    forms = len(options.server)
+    size = forms * (one + _SMALL_BYTES) + _SMALL_BYTES
+    how = f"{forms} forms x {one:,} bytes of weights in {dtype}"
+    return Footprint(size, size, 3 * forms + _SMALL_FILES, how)
+
+
+def small_footprint(size: int, files: int, how: str) -> Footprint:
+    return Footprint(size + _SMALL_BYTES, size + _SMALL_BYTES, files + _SMALL_FILES, how)
+
+
+def result_footprint() -> Footprint:
+    return small_footprint(32 << 10, 1, "figures alone")
+
+
+def page_footprint() -> Footprint:
+    return small_footprint(_PAGE_BYTES, 1, "one page")
+
+
+def _is_bound(spec: StoreSpec, states_share: float | None) -> bool:
+    return spec.codec == "lossless" and states_share is None
+
+
+def _value_bytes(spec: StoreSpec, size: StoreSize, data: DataSample) -> float:
+    values = data.scale * sum(
+        s.num_aux_rows * spec.num_aux + s.num_supervised for s in data.samples
+    )
+    return size.states / (values * spec.hidden_size) if values else 0.0

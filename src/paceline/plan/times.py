@@ -1,0 +1,186 @@
+"""Seconds of each stage: from measured rates where they were measured, else from arithmetic and the
+device's rate of matrix products."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from paceline.contracts import HELDOUT_SPLIT, TRAIN_SPLIT
+from paceline.plan.data import DataSample
+from paceline.plan.shape import TargetShape
+from paceline.plan.sizes import DraftShape
+from paceline.recipe import EvaluateOptions, PlanOptions, TrainOptions
+
+# Shares of the rate of large matrix products that the work reaches (benchmarks/RESULTS.md has the
+# runs behind them). Without a measured run, times are right to a factor of about two.
+EXTRACT_SHARE, TRAIN_SHARE, GENERATE_SHARE = 0.5, 0.5, 0.1
+_PRODUCT_SIZE = {"cpu": 1024, "cuda": 8192}
+_PRODUCT_S = 0.5
+# A forward pass is a third of a training step; so is a chain of as many steps.
+_FORWARD_SHARE = 1 / 3
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a short run on this machine took: rates, and what does not grow with the data.
+
+    states_share: stored bytes of states over those of their codec's (or raw) width.
+    """
+
+    extract_start_s: float
+    extract_tokens_per_s: float
+    train_start_s: float
+    train_s_per_step: float
+    states_share: float
+    prepare_start_s: float
+    answer_tokens: float | None = None
+    generate_tokens_per_s: float | None = None
+    generate_start_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Duration:
+    """seconds: None where it is not foretold. how: the arithmetic, in words."""
+
+    seconds: float | None
+    how: str
+
+
+def product_flops(device: str, dtype: str) -> float:
+    """FLOP per second of large matrix products on this machine, timed for half a second."""
+    size = _PRODUCT_SIZE[device]
+    a = torch.randn(size, size, device=device).to(getattr(torch, dtype))
+
+    def product() -> None:
+        a @ a
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    product()  # the first of a shape pays for set-up
+    started, count = time.perf_counter(), 0
+    while time.perf_counter() - started < _PRODUCT_S:
+        product()
+        count += 1
+    return 2.0 * size**3 * count / (time.perf_counter() - started)
+
+
+def generate_time(
+    options: PlanOptions,
+    data: DataSample,
+    shape: TargetShape,
+    flops: float,
+    answer_tokens: float,
+    measured: Measured | None,
+) -> Duration:
+    tokens = data.rows * data.num_answers * answer_tokens
+    if measured and measured.generate_tokens_per_s:
+        rate = measured.generate_tokens_per_s * options.devices
+        seconds = measured.generate_start_s + tokens / rate
+        return Duration(seconds, f"{tokens:,.0f} answer tokens / {rate:,.0f} a second (measured)")
+    per_token = shape.token_flops(data.mean_context, with_head=True)
+    rate = flops * options.devices * GENERATE_SHARE
+    return Duration(
+        tokens * per_token / rate,
+        f"{tokens:,.0f} answer tokens x {per_token:.3g} FLOP / ({GENERATE_SHARE} of "
+        f"{options.devices} x {flops:.3g} FLOP/s, batches kept large)",
+    )
+
+
+def prepare_time(data: DataSample, measured: Measured | None) -> Duration:
+    start = measured.prepare_start_s if measured else 0.0
+    if not data.convert_s:
+        return Duration(0.0, "not counted: no row was read")
+    return Duration(
+        start + data.rows * data.convert_s,
+        f"{data.rows:,} rows x {1000 * data.convert_s:.2f} ms (measured on the sample)",
+    )
+
+
+def extract_time(
+    options: PlanOptions,
+    data: DataSample,
+    shape: TargetShape,
+    flops: float,
+    measured: Measured | None,
+) -> Duration:
+    tokens = data.num_forward_tokens
+    if measured:
+        rate = measured.extract_tokens_per_s * options.devices
+        return Duration(
+            measured.extract_start_s + tokens / rate,
+            f"{measured.extract_start_s:.1f} s to start and probe + {tokens:,} tokens / "
+            f"{rate:,.0f} a second (measured)",
+        )
+    per_token = shape.token_flops(data.mean_context)
+    return Duration(
+        tokens * per_token / (flops * options.devices * EXTRACT_SHARE),
+        f"{tokens:,} tokens x {per_token:.3g} FLOP / ({EXTRACT_SHARE} of {options.devices} x "
+        f"{flops:.3g} FLOP/s)",
+    )
+
+
+def train_steps(options: TrainOptions, data: DataSample) -> int:
+    """Optimiser steps of the run; the same rounding as `train`."""
+    rows = data.num_supervised_in(TRAIN_SPLIT)
+    return options.max_steps or max(1, round(rows * options.epochs / options.batch_rows))
+
+
+def train_time(
+    options: PlanOptions,
+    train: TrainOptions,
+    data: DataSample,
+    draft: DraftShape,
+    flops: float,
+    measured: Measured | None,
+) -> Duration:
+    steps = train_steps(train, data)
+    if measured:
+        per_step = measured.train_s_per_step
+        seconds = measured.train_start_s + steps * per_step / options.devices
+        seconds += _heldout_rows(data) * _FORWARD_SHARE * per_step / train.batch_rows
+        return Duration(
+            seconds,
+            f"{measured.train_start_s:.1f} s to start + {steps:,} steps x {per_step:.3f} s "
+            f"(measured) / {options.devices}",
+        )
+    per_step = step_flops(train, data, draft)
+    return Duration(
+        steps * per_step / (flops * options.devices * TRAIN_SHARE),
+        f"{steps:,} steps x {per_step:.3g} FLOP / ({TRAIN_SHARE} of {options.devices} x "
+        f"{flops:.3g} FLOP/s)",
+    )
+
+
+def step_flops(train: TrainOptions, data: DataSample, draft: DraftShape) -> float:
+    """FLOP of one optimiser step: keys and values of every row, all else of supervised rows only,
+    forward and backward (three times a forward); the teacher's head once, forward only."""
+    supervised = data.num_supervised_in(TRAIN_SPLIT)
+    rows = train.batch_rows
+    tokens = rows * data.num_tokens_in(TRAIN_SPLIT) / max(supervised, 1)
+    every_row = tokens * (draft.fuse + draft.keys)
+    supervised_rows = rows * train.ttt_steps * (draft.mix + draft.keys + draft.head)
+    return 6.0 * (every_row + supervised_rows) + 2.0 * rows * draft.head
+
+
+def evaluate_time(
+    evaluate: EvaluateOptions,
+    train: TrainOptions,
+    data: DataSample,
+    train_seconds: float | None,
+    steps: int,
+) -> Duration:
+    """A chain over the held-out answers, as so many forward steps of training."""
+    if evaluate.mode != "chain" or train_seconds is None:
+        return Duration(None, f"mode {evaluate.mode} is not foretold")
+    rows = _heldout_rows(data)
+    per_row = train_seconds / (steps * train.batch_rows) / train.ttt_steps
+    longest = max(evaluate.num_draft_tokens)
+    return Duration(
+        rows * per_row * _FORWARD_SHARE * longest,
+        f"{rows:,} held-out rows x {longest} steps x a third of a training step's time per row",
+    )
+
+
+def _heldout_rows(data: DataSample) -> int:
+    return data.num_supervised_in(HELDOUT_SPLIT)
