@@ -235,7 +235,20 @@ class ExtractOptions(StageOptions, TargetOptions):
         "one); needs the extra `ray` and a folder that all nodes see.",
         identity=False,
     )
-    shard_bytes: int = opt(1 << 30, "Size at which a shard is closed, bytes.", identity=False, ge=1)
+    shard_bytes: int = opt(
+        1 << 30,
+        "Size at which a shard is closed, bytes; with `stream_bytes` at most an eighth of it.",
+        identity=False,
+        ge=1,
+    )
+    stream_bytes: int | None = opt(
+        None,
+        "Bytes of shards that may stand in `out`. When they do, extract waits for a `train "
+        "--follow` that reads along, and removes what that has passed; held-out samples stay. "
+        "None: everything stays.",
+        identity=False,
+        ge=1,
+    )
     probe_samples: int = opt(4, "Samples that the probe runs before bulk work.", ge=1)
     reference_layers: int | None = opt(
         None,

@@ -17,11 +17,13 @@ from paceline.device import choose_device, choose_dtype, dtype_name
 from paceline.errors import DiskFullError, EngineError, UsageError
 from paceline.extract.engine import Engine, open_engine
 from paceline.extract.guards import Guards
+from paceline.extract.order import capture_order, kept_bytes, planned, shard_bytes_of
 from paceline.extract.probe import choose_prompts, choose_reference_layers, run_probe
 from paceline.extract.sink import FLAGS_PATTERN, QUARANTINE_PATTERN, Destination, read_lines
 from paceline.progress import progress_bar
 from paceline.recipe import ExtractOptions
-from paceline.store import StoreSpec, content_fingerprint, published_ids
+from paceline.store import StoreSpec, content_fingerprint, published_ids, stream_writer
+from paceline.store.place import is_remote
 from paceline.store.sizes import store_size
 from paceline.store.staging import open_store_stage
 from paceline.target.layers import plan_layers
@@ -44,6 +46,11 @@ def run(options: ExtractOptions) -> dict[str, Any]:
     """
     if not options.data or not options.out:
         raise UsageError("extract: pass `data` (a folder of `prepare`) and `out`")
+    if options.stream_bytes and is_remote(options.out):
+        raise UsageError(
+            "extract: `stream_bytes` needs an `out` that a training on this machine or in a shared "
+            "folder can read meanwhile, not a URL"
+        )
     data = TokenDataset(options.data)
     target = open_target(options, data.manifest.result["target"])
     # The data were rendered and tokenised for one target; states of another would be nonsense.
@@ -83,32 +90,41 @@ def _extract(
         hidden_size=target.hidden_size,
         dtype=dtype,
         codec=options.codec,
-        shard_bytes=options.shard_bytes,
+        shard_bytes=shard_bytes_of(options),
     )
     samples, accounting = _usable_samples(data, target)
     published = published_ids(stage.path)
     rejected = {e["sample_id"] for e in read_lines(stage.path, QUARANTINE_PATTERN)}
     remaining = [s for s in samples if s.sample_id not in published | rejected]
-    _check_disk(stage.path, remaining, spec)
-    timing = None
-    if remaining:
-        with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
-            opened = time.perf_counter()
-            engine = open_engine(options, target, dtype, Path(scratch))
-            try:
-                start = start or _start(options, stage.path, engine, target, spec, samples)
-                ranges = tuple(map(tuple, start["probe"]["rms_ranges"]))
-                guards = Guards(plan, target.hidden_size, ranges)
-                captured = time.perf_counter()
-                tokens = _capture(engine, remaining, Destination(stage.path, spec, guards), plan)
-                timing = {
-                    "start_s": captured - opened,
-                    "capture_s": time.perf_counter() - captured,
-                    "tokens": tokens,
-                }
-            finally:
-                engine.close()
-    return _finish(options, stage, data, target, spec, accounting, {**start, "timing": timing})
+    _check_disk(stage.path, remaining, spec, options.stream_bytes)
+    announced = {
+        "target": asdict(target.reference),
+        "store": spec.to_dict(),
+        "planned": planned(samples),
+        "chat_template_kwargs": data.manifest.result["chat_template_kwargs"],
+    }
+    stage.announce(announced)
+    with stream_writer(stage.path, spec, options.stream_bytes, kept_bytes(spec, samples)):
+        timing = None
+        if remaining:
+            with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
+                opened = time.perf_counter()
+                engine = open_engine(options, target, dtype, Path(scratch))
+                try:
+                    start = start or _start(options, stage.path, engine, target, spec, samples)
+                    ranges = tuple(map(tuple, start["probe"]["rms_ranges"]))
+                    guards = Guards(plan, target.hidden_size, ranges)
+                    captured = time.perf_counter()
+                    destination = Destination(stage.path, spec, guards)
+                    tokens = _capture(engine, remaining, destination, plan)
+                    timing = {
+                        "start_s": captured - opened,
+                        "capture_s": time.perf_counter() - captured,
+                        "tokens": tokens,
+                    }
+                finally:
+                    engine.close()
+        return _finish(options, stage, accounting, {**announced, **start, "timing": timing})
 
 
 def _usable_samples(data: TokenDataset, target: Target) -> tuple[list[TokenSample], Accounting]:
@@ -129,8 +145,11 @@ def _usable_samples(data: TokenDataset, target: Target) -> tuple[list[TokenSampl
     return usable, accounting
 
 
-def _check_disk(folder: Path, samples: list[TokenSample], spec: StoreSpec) -> None:
-    needed = store_size(spec, samples).total + _SPARE_BYTES
+def _check_disk(
+    folder: Path, samples: list[TokenSample], spec: StoreSpec, stream_bytes: int | None
+) -> None:
+    size = store_size(spec, samples).total
+    needed = min(size, stream_bytes or size) + _SPARE_BYTES
     free = shutil.disk_usage(folder).free
     if needed > free:
         bound = "at most" if spec.codec == "lossless" else "about"
@@ -178,18 +197,16 @@ def _capture(
     """Returns how many tokens ran."""
     total = sum(s.num_aux_rows + 1 for s in samples)
     with progress_bar("extract", total, "tok") as bar:
-        engine.capture(samples, plan, destination, bar.advance)
+        for group in capture_order(samples):
+            engine.capture(group, plan, destination, bar.advance)
     return total
 
 
 def _finish(
     options: ExtractOptions,
     stage: StageFolder,
-    data: TokenDataset,
-    target: Target,
-    spec: StoreSpec,
     accounting: Accounting,
-    start: dict[str, Any],
+    told: dict[str, Any],
 ) -> dict[str, Any]:
     stored = published_ids(stage.path)
     bad = [e for e in read_lines(stage.path, QUARANTINE_PATTERN) if e["sample_id"] not in stored]
@@ -207,11 +224,8 @@ def _finish(
             f"{bad[0]['reason']}"
         )
     result = {
-        "target": asdict(target.reference),
-        "store": spec.to_dict(),
         "accounting": accounting.as_dict(),
         "flagged": len(read_lines(stage.path, FLAGS_PATTERN)),
-        "chat_template_kwargs": data.manifest.result["chat_template_kwargs"],
-        **start,
+        **told,
     }
     return stage.finish(result, content=content_fingerprint(stage.path))

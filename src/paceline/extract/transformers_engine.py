@@ -4,6 +4,7 @@ Batches are bucketed by length inside a token budget and padded on the right; at
 so no real row can see a padding row, and none of those is kept.
 """
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -100,17 +101,19 @@ def length_buckets(
     samples: Iterable[TokenSample], max_batch_tokens: int
 ) -> Iterator[list[TokenSample]]:
     """Batches of samples of like length; size x longest stays within the budget, except that a
-    sample longer than the budget runs alone."""
+    sample longer than the budget runs alone. Short and long batches are mixed: neighbours in a
+    store are trained on together."""
     source = iter(samples)
     while window := list(islice(source, _BUCKET_WINDOW)):
         window.sort(key=num_needed_tokens)
-        batch: list[TokenSample] = []
+        batches: list[list[TokenSample]] = [[]]
         for sample in window:
+            batch = batches[-1]
             if batch and (len(batch) + 1) * num_needed_tokens(sample) > max_batch_tokens:
-                yield batch
-                batch = []
-            batch.append(sample)
-        yield batch
+                batches.append([])
+            batches[-1].append(sample)
+        random.Random(0).shuffle(batches)
+        yield from batches
 
 
 def _rows_of(

@@ -1,0 +1,45 @@
+"""In which order samples are captured, and what a training that reads along is told beforehand."""
+
+from collections.abc import Sequence
+
+from paceline.contracts import TRAIN_SPLIT, TokenSample
+from paceline.recipe import ExtractOptions
+from paceline.store import StoreSpec
+from paceline.store.records import id_hash
+from paceline.store.sizes import store_size
+
+# Shards in a byte budget: two that are trained on, two that come next, and some in work.
+_STREAM_SHARDS = 8
+
+
+def capture_order(samples: Sequence[TokenSample]) -> list[list[TokenSample]]:
+    """Groups to be captured one after the other: held-out samples first, so that they stand in
+    shards of their own, which stay; then the training's, mixed by a hash of their ids, so that
+    what is read together is not all of one source."""
+    heldout = [s for s in samples if s.split != TRAIN_SPLIT]
+    training = [s for s in samples if s.split == TRAIN_SPLIT]
+    training.sort(key=lambda s: id_hash(s.sample_id.encode()))
+    return [group for group in (heldout, training) if group]
+
+
+def planned(samples: Sequence[TokenSample]) -> dict[str, dict[str, int]]:
+    """For each split the samples and supervised tokens that are to be stored."""
+    found: dict[str, dict[str, int]] = {}
+    for sample in samples:
+        of_split = found.setdefault(sample.split, {"samples": 0, "supervised": 0})
+        of_split["samples"] += 1
+        of_split["supervised"] += sample.num_supervised
+    return found
+
+
+def shard_bytes_of(options: ExtractOptions) -> int:
+    """The size of a shard, so that enough of them fit into the byte budget."""
+    if options.stream_bytes is None:
+        return options.shard_bytes
+    return min(options.shard_bytes, max(1, options.stream_bytes // _STREAM_SHARDS))
+
+
+def kept_bytes(spec: StoreSpec, samples: Sequence[TokenSample]) -> int:
+    """Bytes of the shards that no training lets go, about."""
+    heldout = [s for s in samples if s.split != TRAIN_SPLIT]
+    return round(store_size(spec, heldout).total) if heldout else 0
