@@ -315,7 +315,8 @@ class _RowsAttention(torch.autograd.Function):
         tile = shape.tiles["forward"]
         if num_rows:
             _forward[shape.grid(tile)](
-                q, kv, own, out, lse, key_start, key_last, num_rows, shape.num_own, q.stride(0),
+                q, kv, kv if own is None else own, out, lse, key_start, key_last, num_rows,
+                shape.num_own, q.stride(0),
                 kv.stride(0), shape.own_stride, shape.own_row_stride, shape.groups, width,
                 shape.unit * _LOG2_E, P=shape.per_group, ROWS=tile.rows, KEYS=tile.keys,
                 BLOCK=shape.block, PRECISION=shape.precision, num_warps=tile.warps,
@@ -339,8 +340,8 @@ class _RowsAttention(torch.autograd.Function):
         common = {"P": shape.per_group, "BLOCK": shape.block}
         tile, scale = shape.tiles["queries"], shape.unit * _LOG2_E
         _backward_queries[shape.grid(tile)](
-            q, kv, own, out, grad, lse, deltas, grad_q, key_start, key_last, num_rows,
-            shape.num_own, q.stride(0), kv.stride(0), shape.own_stride, shape.own_row_stride,
+            q, kv, kv if own is None else own, out, grad, lse, deltas, grad_q, key_start, key_last,
+            num_rows, shape.num_own, q.stride(0), kv.stride(0), shape.own_stride, shape.own_row_stride,
             shape.groups, width, scale, shape.unit, ROWS=tile.rows, KEYS=tile.keys,
             PRECISION=shape.precision, num_warps=tile.warps, num_stages=tile.stages, **common,
         )  # fmt: skip

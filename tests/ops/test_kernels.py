@@ -1,0 +1,131 @@
+"""Every Triton kernel against its plain-torch twin, values and gradients, in float32."""
+
+import pytest
+import torch
+
+from paceline.ops import attention, distil, heads, swiglu
+from paceline.ops.kernels import kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def random(*size, seed=0):
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def outputs_and_gradients(function, *inputs):
+    """All outputs, then the gradients of a random weighting of them to all inputs."""
+    inputs = [t.detach().clone().requires_grad_() for t in inputs]
+    outputs = function(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    sum((out * random(*out.shape, seed=i)).sum() for i, out in enumerate(outputs)).backward()
+    return [out.detach() for out in outputs], [t.grad for t in inputs]
+
+
+def assert_alike(kernel, twin, *inputs):
+    given = outputs_and_gradients(kernel, *inputs)
+    expected = outputs_and_gradients(twin, *inputs)
+    torch.testing.assert_close(given, expected, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("has_weight", [True, False])
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (7, 48), (300, 20)])
+def test_norm(rows, width, has_weight):
+    inputs = [random(rows, width), random(width, seed=5)][: 1 + has_weight]
+    with_eps = lambda function: lambda x, w=None: function(x, w, 1e-5)
+    kernel = with_eps(kernels("norm").rms_norm_and_input)
+    twin = with_eps(lambda x, w, eps: (torch.nn.functional.rms_norm(x, x.shape[-1:], w, eps), x))
+    assert_alike(kernel, twin, *inputs)
+
+
+def test_only_the_input_of_a_norm_goes_on():
+    x = random(4, 16).requires_grad_()
+    kernels("norm").rms_norm_and_input(x, None, 1e-5)[1].sum().backward()
+    assert bool((x.grad == 1).all())
+
+
+@pytest.mark.parametrize(("num_heads", "rotated", "width"), [(7, 4, 12), (20, 20, 64), (3, 0, 8)])
+def test_heads(num_heads, rotated, width):
+    x, added = random(5, num_heads * width), random(9, num_heads * width, seed=1)
+    cos, sin = random(5, width // 2, seed=2), random(5, width // 2, seed=3)
+    source = torch.tensor([0, 3, 4, 5, 8], device=DEVICE)
+    module, grad = kernels("heads"), random(5, num_heads, width, seed=4)
+    for other, rows in ((added, source), (None, None)):
+        given = module.rotate(x, cos, sin, rotated, other, rows)
+        torch.testing.assert_close(given, heads.rotate_torch(x, cos, sin, rotated, other, rows))
+        sums = [None if other is None else other.clone() for _ in range(2)]
+        given = module.unrotate(grad, cos, sin, rotated, sums[0], rows)
+        expected = heads.unrotate_torch(grad, cos, sin, rotated, sums[1], rows)
+        torch.testing.assert_close((given, sums[0]), (expected, sums[1]))
+
+
+def test_the_twin_of_heads_is_the_rotation_and_its_transpose():
+    x, cos, sin = random(3, 16).double(), *random(2, 3, 4, seed=1).double()
+    rows, table = torch.tensor([2, 0, 1], device=DEVICE), random(3, 16, seed=2).double()
+    turn = lambda x, table: heads.rotate_torch(x, cos, sin, 1, table, rows)
+    matrix = torch.autograd.functional.jacobian(turn, (x, table))
+    grad, sums = random(3, 2, 8, seed=3).double(), torch.zeros_like(table)
+    given = heads.unrotate_torch(grad, cos, sin, 1, sums, rows)
+    torch.testing.assert_close(given, torch.einsum("abc,abcde->de", grad, matrix[0]))
+    torch.testing.assert_close(sums, torch.einsum("abc,abcde->de", grad, matrix[1]))
+    a, b = x[:, :4] + table[rows, :4], x[:, 4:8] + table[rows, 4:8]
+    torch.testing.assert_close(turn(x, table)[:, 0, :4], a * cos - b * sin)
+
+
+def test_swiglu():
+    gate, up, grad = (random(3, 50, seed=i) for i in range(3))
+    module = kernels("swiglu")
+    product = lambda g, u: torch.nn.functional.silu(g) * u
+    expected = product(gate, up)
+    torch.testing.assert_close(module.gated_product(gate, up), expected)
+    _, gradients = torch.autograd.functional.vjp(product, (gate, up), grad)
+    for function in (module.gated_product_backward, swiglu.gated_product_backward):
+        given = function(gate.clone(), up.clone(), grad.clone())
+        torch.testing.assert_close(given, (*gradients, expected))
+
+
+def spans_of(lengths, chosen):
+    starts = torch.repeat_interleave(
+        torch.tensor([sum(lengths[:i]) for i in range(len(lengths))]), torch.tensor(lengths)
+    )
+    rows = torch.tensor([row for row in range(sum(lengths)) if chosen(row)])
+    return attention.RowSpans(starts[rows].to(DEVICE), rows.to(DEVICE))
+
+
+CASES = [
+    # heads, key heads, width, document lengths, which rows ask, own keys
+    (4, 2, 16, [40, 1, 70], lambda row: row % 3 > 0, 0),
+    (6, 2, 24, [33, 1, 1, 5, 50], lambda row: row % 5 != 1, 3),
+    (3, 1, 64, [90], lambda row: row > 40, 2),
+    (2, 2, 80, [1], lambda row: True, 1),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case[:4]))
+def test_attention(case):
+    num_heads, groups, width, lengths, chosen, num_own = case
+    spans = spans_of(lengths, chosen)
+    rows = len(spans.key_last)
+    inputs = [random(rows, num_heads, width), random(sum(lengths), 2 * groups, width, seed=1)]
+    if num_own:
+        inputs.append(random(num_own, rows, 2 * groups, width, seed=2))
+    with_spans = lambda function: lambda q, kv, own=None: function(q, kv, own, spans)
+    kernel = with_spans(kernels("attention").rows_attention)
+    assert_alike(kernel, with_spans(attention.rows_attention_torch), *inputs)
+
+
+@pytest.mark.parametrize("has_mass", [True, False])
+def test_distil(has_mass):
+    student, logits = random(6, 300) * 3, random(4, 300, seed=1) * 3
+    logits[1, 5] = float("-inf")
+    taught_by = torch.tensor([0, 1, 1, 2, 3, 3], device=DEVICE)
+    log_mass = -random(4, seed=2).abs() if has_mass else None
+    by_kl, by_accepted = random(6, seed=3), random(6, seed=4)
+    for slope in (by_accepted, None):
+        given, expected = (
+            make(logits.clone(), log_mass).score(student.clone(), taught_by)
+            for make in (kernels("distil").TritonTeacher, distil.TorchTeacher)
+        )
+        for name in ("kl", "accepted", "agree"):
+            torch.testing.assert_close(getattr(given, name), getattr(expected, name))
+        torch.testing.assert_close(given.gradient(by_kl, slope), expected.gradient(by_kl, slope))
