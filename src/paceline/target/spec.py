@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from paceline import fingerprint
@@ -35,6 +36,7 @@ class Target:
 
     @cached_property
     def config(self) -> PretrainedConfig:
+        _refuse_lost_rope(self.folder)
         try:
             return AutoConfig.from_pretrained(
                 self.folder, trust_remote_code=self.reference.trust_remote_code
@@ -147,6 +149,25 @@ class Target:
                 f"{self.folder}: config.json says no {name} (looked in the text config too)"
             )
         return value
+
+
+def _refuse_lost_rope(folder: Path) -> None:
+    """transformers 4 passes over `rope_parameters`, which transformers 5 writes, without a word,
+    and so does a vLLM that runs beside it: both would run other positions, and agree."""
+    if int(transformers.__version__.split(".")[0]) >= 5:
+        return
+    config = json.loads((folder / "config.json").read_text())
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        rope = part.get("rope_parameters") or {}
+        # One for all layers, or one for each kind of layer.
+        kinds = [value for value in rope.values() if isinstance(value, dict)] or [rope]
+        scaled = any(kind.get("rope_type", "default") != "default" for kind in kinds)
+        if rope and ("rope_theta" not in part or (scaled and "rope_scaling" not in part)):
+            raise TargetError(
+                f"{folder}/config.json has `rope_parameters`, which transformers "
+                f"{transformers.__version__} ignores: the target would run with other rotary "
+                "positions. Write `rope_theta` and `rope_scaling` beside it, or use transformers 5"
+            )
 
 
 def open_target(options: TargetOptions, recorded: dict[str, Any] | None = None) -> Target:

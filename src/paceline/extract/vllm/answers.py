@@ -73,7 +73,7 @@ def open_engine(options: GenerateOptions, target: Target) -> VllmAnswers:
     dtype = dtype_name(
         choose_dtype(options.dtype, choose_device(options.device), target.native_dtype())
     )
-    scratch = Path(tempfile.mkdtemp(prefix="paceline-"))
     arguments = llm_arguments(target, dtype, dict(options.engine_options), None)
-    settings = VllmSettings(arguments, scratch)
+    # Nothing is captured here, so nothing is spooled.
+    settings = VllmSettings(arguments, scratch=Path(tempfile.gettempdir()))
     return VllmAnswers(VllmEngine(settings, target.num_layers, dtype))

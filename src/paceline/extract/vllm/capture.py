@@ -26,6 +26,7 @@ _WINDOW_STEPS = 4
 _REFILL_STEPS = 2
 _EVENTS_EVERY = 8
 _SUBMIT_SAMPLES = 64
+_WAIT_WORTH_TELLING_S = 1.0
 
 
 class Requests(Protocol):
@@ -225,6 +226,9 @@ class Capture:
 
     def _close_tap(self) -> None:
         answers = self._call("paceline_close", True)
+        waited = max(answer.get("waited_s", 0.0) for answer in answers)
+        if waited > _WAIT_WORTH_TELLING_S:
+            logger.info("the engine stood still for %.1f s until its rows were written", waited)
         if self._setup.compare_ranks:
             self._compare(answers)
 

@@ -8,7 +8,8 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ class _Session:
 
     def __init__(self, runner: Any, setup: Message, ranks: Ranks, ring: Ring) -> None:
         layers = find_decoder_layers(runner.get_model(), setup["num_layers"])
-        self._stack = ExitStack()
+        self._stores: list[AbstractContextManager[Sink]] = []
         self.store_sinks: list[Sink] = []
         self.spool: SpoolSink | None = None
         self.digest = DigestSink() if setup["compare_ranks"] else None
@@ -158,14 +159,20 @@ class _Session:
         self._closed.set()
         self.tap.close()
         answer = self.events(flush=False)
+        answer["waited_s"] = self.tap.waited_s
         if self.digest is not None:
             answer["digests"] = self.digest.digests
-        if publish:
-            self._stack.close()
-        else:
-            error = EngineError("the capture was given up")
-            self._stack.__exit__(type(error), error, None)
+        self._close_stores(None if publish else EngineError("the capture was given up"))
         return answer
+
+    def _close_stores(self, error: Exception | None) -> None:
+        """Publish, or for an error discard, the last shard of each: all at once, since each waits
+        for the disk."""
+        kind = None if error is None else type(error)
+        with ThreadPoolExecutor(max(1, len(self._stores))) as pool:
+            closing = [pool.submit(store.__exit__, kind, error, None) for store in self._stores]
+        for closed in closing:
+            closed.result()
 
     def _open_sinks(self, setup: Message, ranks: Ranks) -> list[Any]:
         if ranks.tensor != 0:
@@ -175,7 +182,8 @@ class _Session:
             return [BothSinks(self.spool, self.digest) if self.digest else self.spool]
         destination = wire.read_destination(setup["destination"])
         for writer in setup["writers"]:
-            self.store_sinks.append(self._stack.enter_context(destination.open(writer)))
+            self._stores.append(destination.open(writer))
+            self.store_sinks.append(self._stores[-1].__enter__())
         if self.digest is None:
             return list(self.store_sinks)
         return [BothSinks(sink, self.digest) for sink in self.store_sinks]

@@ -6,6 +6,7 @@ layers held here, M picked last rows, D target width.
 """
 
 import queue
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
@@ -102,6 +103,8 @@ class Ring:
 
     def __init__(self, num_slots: int, slot_bytes: int, pinned: bool) -> None:
         self.shape = (num_slots, slot_bytes, pinned)
+        # How long an engine stood still because its rows were not written fast enough, seconds.
+        self.waited_s = 0.0
         slot_bytes = -(-slot_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         self._free: queue.Queue[Slot] = queue.Queue()
         self._memory: torch.Tensor | None = None
@@ -127,6 +130,7 @@ class Ring:
 
     def take(self, broken: Callable[[], bool]) -> Slot:
         """A free slot, held once; EngineError where the writers are `broken` and none will come."""
+        started = time.perf_counter()
         while True:
             try:
                 slot = self._free.get(timeout=_POLL_S)
@@ -134,6 +138,7 @@ class Ring:
                 if broken():
                     raise EngineError("the writers have stopped; no host memory is left") from None
                 continue
+            self.waited_s += time.perf_counter() - started
             slot.hold()
             return slot
 

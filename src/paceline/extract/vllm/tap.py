@@ -89,6 +89,7 @@ class Tap:
         self._lock = threading.Lock()
         self.error: Exception | None = None
         self._mover = Mover(torch.device(runner.device), ring)
+        self._ring, self._waited_before = ring, ring.waited_s
         self._hooks = LayerHooks(layers, plan.all, self._on_stream)
         self.held = tuple(self._hooks.held)
         self._aux = [k for k in plan.aux if k in self.held]
@@ -118,6 +119,11 @@ class Tap:
         with self._lock:
             events, self._events = self._events, Events()
         return events
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the engine waited for the writers in this capture."""
+        return self._ring.waited_s - self._waited_before
 
     def flush(self) -> None:
         """Return when every step captured so far is with the sinks."""
@@ -238,6 +244,7 @@ class Tap:
     # --- on threads of our own ---
 
     def _harvest(self) -> None:
+        _work_alone()
         assembler = Assembler(has_last=self._last is not None)
         while (item := self._captured.get()) is not None:
             self._safely(self._harvest_one, assembler, item)
@@ -267,6 +274,7 @@ class Tap:
             item.rows.slot.release()
 
     def _write(self, sink: SampleSink) -> None:
+        _work_alone()
         while (item := self._complete.get()) is not None:
             self._safely(self._write_one, sink, *item)
             self._complete.task_done()
@@ -318,3 +326,9 @@ class Tap:
         if self._samples.pop(number, None) is not None:
             with self._lock:
                 self._events.poisoned.append((number, reason))
+
+
+def _work_alone() -> None:
+    """Let this thread's copies use no further threads: torch would give each of ours a team as
+    large as the machine, whose members spin beside the engine's own thread."""
+    torch.set_num_threads(1)
