@@ -16,7 +16,7 @@ from paceline.dataset import TokenDataset
 from paceline.device import choose_device, choose_dtype, dtype_name
 from paceline.errors import DiskFullError, EngineError, UsageError
 from paceline.extract.engine import Engine, open_engine
-from paceline.extract.guards import Guards
+from paceline.extract.guards import Guards, unusable
 from paceline.extract.order import capture_order, kept_bytes, planned, shard_bytes_of
 from paceline.extract.probe import choose_prompts, choose_reference_layers, run_probe
 from paceline.extract.sink import FLAGS_PATTERN, QUARANTINE_PATTERN, Destination, read_lines
@@ -129,16 +129,11 @@ def _extract(
 
 def _usable_samples(data: TokenDataset, target: Target) -> tuple[list[TokenSample], Accounting]:
     accounting = Accounting()
-    longest = getattr(target.text_config, "max_position_embeddings", None)
     usable, skipped = [], Counter()
     for sample in data:
         accounting.num_in += 1
-        if not sample.num_aux_rows:
-            skipped["no supervised token after the first"] += 1
-        elif longest and sample.num_tokens > longest:
-            skipped[f"longer than the target's {longest} positions"] += 1
-        elif int(sample.input_ids.max()) >= target.vocab_size:
-            skipped[f"token id outside the target's {target.vocab_size}"] += 1
+        if reason := unusable(sample, target):
+            skipped[reason] += 1
         else:
             usable.append(sample)
     accounting.skipped = dict(skipped)
