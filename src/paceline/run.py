@@ -1,7 +1,7 @@
 """`run`: a recipe from conversations to the page; finished stages are skipped by fingerprint.
 
-It only fills in what follows from the order of the stages (folders, target) and keeps the time
-that each stage took in `run.json`; the work is the stages' own.
+It keeps a plan (`plan.json`) and the time that each stage took (`run.json`); the work is the
+stages' own.
 """
 
 import importlib
@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.artefact import COMPLETE, load_manifest, write_json
-from paceline.errors import UsageError
-from paceline.recipe import RunOptions
-from paceline.stages import TIMES_FILE, plan_stages, recipe_of
+from paceline.contracts import MANIFEST_NAME
+from paceline.errors import PacelineError, UsageError
+from paceline.recipe import PlanOptions, Recipe, RunOptions, StageOptions
+from paceline.stages import PLAN_FILE, TIMES_FILE, plan_stages, recipe_of
 from paceline.verbs import make_callable
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ def run(options: RunOptions) -> dict[str, Any]:
     planned = plan_stages(recipe)
     folder = Path(recipe.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    _keep_plan(recipe, planned, folder / PLAN_FILE)
     times = StageTimes(folder / TIMES_FILE)
     stages = {}
     for name, stage_options in planned.items():
@@ -49,6 +51,32 @@ def run(options: RunOptions) -> dict[str, Any]:
             "result": result,
         }
     return {"run_dir": str(folder), "stages": stages, "page": stages["report"]["result"]["page"]}
+
+
+def _keep_plan(recipe: Recipe, planned: dict[str, StageOptions], path: Path) -> None:
+    """A plan of this recipe beside the stages, so that the page can hold it against what came.
+
+    One that is there already (`paceline plan --measure` makes a better one) stays; nothing is
+    foretold of a run that has begun.
+    """
+    if path.is_file():
+        known = json.loads(path.read_text())
+        if known["recipe"] == recipe.model_dump(mode="json", exclude_unset=True):
+            return
+    if any((Path(options.out) / MANIFEST_NAME).is_file() for options in planned.values()):
+        return
+    try:
+        plan = importlib.import_module("paceline.plan")
+        made = plan.VERB[1](PlanOptions(recipe=recipe, out=str(path)))
+    except PacelineError as error:
+        logger.warning("run: no plan was made: %s", error)
+        return
+    gigabytes, minutes = made["total"]["bytes"] / 1e9, made["total"]["seconds"] / 60
+    logger.info("plan: about %.1f GB and very roughly %.0f min; see %s", gigabytes, minutes, path)
+    if not made["disk"]["fits"]:
+        logger.warning(
+            "run: %s has no room for all of it: %s", made["disk"]["folder"], made["disk"]
+        )
 
 
 class Measured:

@@ -72,11 +72,11 @@ def duration(seconds: float | None) -> str:
 
 
 def _target(target: dict[str, Any]) -> str:
+    weights, active = target["weights"] / 1e9, target["active_weights"] / 1e9
     return (
         f"{target['target']}: {target['layers']} layers, width {target['hidden_size']:,}, "
-        f"{target['weights'] / 1e9:,.2f} billion weights, "
-        f"{target['active_weights'] / 1e9:,.2f} billion of them (embedding and head apart) met by a "
-        f"token, {size(target['weight_bytes'])}"
+        f"{weights:,.2f} billion weights ({active:,.2f} billion met by a token, embedding and head "
+        f"apart), {size(target['weight_bytes'])}"
     )
 
 

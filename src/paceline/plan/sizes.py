@@ -20,7 +20,7 @@ from paceline.store import StoreSpec
 from paceline.store.sizes import StoreSize, store_size
 
 # A manifest, a lock, a log: small beside what they stand with.
-_SMALL_BYTES, _SMALL_FILES = 16 << 10, 2
+_SMALL_BYTES, _SMALL_FILES = 8 << 10, 2
 # JSON text of a token: its id with a comma, and its share of the words.
 _JSON_TOKEN_BYTES = 10
 _LOG_RECORD_BYTES = 700
