@@ -57,6 +57,8 @@ class EightBitCodec:
         if self.code.dtype == torch.int8:
             codes = codes.round_()
         codes = codes.clamp_(-self.code.top, self.code.top).to(self.code.dtype)
+        if self.dtype == torch.float16:
+            _stay_finite(codes, scale)
         return [codes.flatten(-2).cpu().contiguous(), scale[..., 0].bfloat16().cpu().contiguous()]
 
     def decode(
@@ -69,6 +71,17 @@ class EightBitCodec:
         if out is None:
             out = torch.empty(shape, dtype=self.dtype, device=codes.device)
         return dequantise(codes.view(shape), scale, out)
+
+
+def _stay_finite(codes: torch.Tensor, scale: torch.Tensor) -> None:
+    """One code less, in place, for values that would come back beyond float16: rounding up near its
+    largest, 65,504, would make them infinite."""
+    beyond = (codes.float() * scale).abs() > torch.finfo(torch.float16).max
+    if codes.dtype == torch.int8:
+        codes.sub_(beyond * codes.sign())
+    else:
+        # The bits of a float8 without its sign count up with its size.
+        codes.view(torch.uint8).sub_(beyond.to(torch.uint8))
 
 
 def _group_width(hidden_size: int) -> int:
