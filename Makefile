@@ -34,9 +34,10 @@ $(VENV)/ready: pyproject.toml
 
 # The page is tested in a real browser: Debian's, where it is not there yet.
 # trl holds the chat templates of many families; the tests read the files and import nothing of it.
+# Triton comes with CUDA builds of torch; its interpreter runs the CUDA kernels on the CPU.
 $(VENV)/ready-test: $(VENV)/ready
 	$(BIN)/pip install -q -e '.[gguf,openai,test]'
-	$(BIN)/pip install -q --no-deps trl==1.16.0
+	$(BIN)/pip install -q --no-deps trl==1.16.0 triton==3.8.0
 	test -x /usr/bin/chromedriver || { apt-get update -qq && apt-get install -qq -y chromium chromium-driver; }
 	touch $@
 

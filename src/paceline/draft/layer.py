@@ -11,6 +11,7 @@ from transformers.activations import ACT2FN
 
 from paceline.draft.model import DraftLayer, RMSNorm
 from paceline.ops.attention import RowSpans, rows_attention
+from paceline.ops.gain import with_gains
 from paceline.ops.heads import rotated_heads
 from paceline.ops.norm import rms_norm, rms_norm_and_input
 from paceline.ops.shared import Shared, linear
@@ -29,21 +30,13 @@ class LayerArithmetic:
         self._layer, self._eps = layer, layer.post_attention_layernorm.eps
         self._act, self._is_silu = ACT2FN[layer.mlp.hidden_act], layer.mlp.hidden_act == "silu"
         width = attention.num_heads * attention.head_dim
-        self.all_heads, self.queries, self.keys_values = (
-            slice(None),
-            slice(width),
-            slice(width, None),
-        )
+        self.all_heads, self.queries = slice(None), slice(width)
+        self.keys_values = slice(width, None)
         weights = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
-        joint, dtype = torch.cat(weights), weights[0].dtype
-        gain = layer.input_layernorm.weight.to(dtype)
-        self._token: Shared | None = None
-        if layer.hidden_norm is None:
-            self._state = Shared(joint * gain)
-        else:
-            token, state = joint.chunk(2, -1)
-            self._token = Shared(token * gain)
-            self._state = Shared(state * layer.hidden_norm.weight.to(dtype))
+        norms = [norm for norm in (layer.input_layernorm, layer.hidden_norm) if norm is not None]
+        gains = [norm.weight.to(weights[0].dtype) for norm in norms]
+        *token, state = (Shared(block) for block in with_gains(weights, gains))
+        self._token, self._state = token[0] if token else None, state
         self._out = Shared(attention.o_proj.weight)
         self._gate, self._up = Shared(layer.mlp.gate_proj.weight), Shared(layer.mlp.up_proj.weight)
         self._down = Shared(layer.mlp.down_proj.weight)

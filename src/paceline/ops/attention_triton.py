@@ -36,12 +36,12 @@ def _tiles(head_dim: int, dtype: torch.dtype) -> dict[str, Tile]:
         return {"forward": small, "queries": small, "keys": small}
     if head_dim <= 64:
         wide = Tile(128, 64, 4, 3)
-        return {"forward": wide, "queries": wide, "keys": Tile(64, 128, 4, 2)}
+        return {"forward": wide, "queries": wide, "keys": Tile(64, 64, 4, 2)}
     if head_dim <= 128:
         return {
-            "forward": Tile(128, 64, 8, 3),
-            "queries": Tile(128, 64, 8, 2),
-            "keys": Tile(64, 128, 8, 2),
+            "forward": Tile(64, 64, 4, 3),
+            "queries": Tile(64, 64, 4, 2),
+            "keys": Tile(64, 64, 4, 2),
         }
     small = Tile(64, 32, 4, 2)
     return {"forward": small, "queries": small, "keys": Tile(32, 64, 8, 2)}
@@ -219,9 +219,43 @@ def _backward_queries(
     tl.store(grad_q + out_at, (acc * unit).to(grad_q.dtype.element_ty), mask=there)
 
 
+@triton.jit
+def _key_gradient(
+    acc_k, acc_v, k, v, key, q, grad, lse, deltas, key_start, key_last, low, high, end, q_stride,
+    heads, width, scale,
+    MASKED: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)
+    for begin in range(low, high, ROWS):
+        index = begin + tl.arange(0, ROWS)
+        inside = index < end
+        row = index // P
+        head = tl.program_id(1) * P + index % P
+        tile = inside[:, None] & (column < width)[None, :]
+        head_at = row.to(tl.int64)[:, None] * q_stride + head[:, None] * width + column[None, :]
+        out_at = (row.to(tl.int64) * heads + head)[:, None] * width + column[None, :]
+        q_tile = tl.load(q + head_at, mask=tile, other=0.0)
+        upper = tl.load(grad + out_at, mask=tile, other=0.0)
+        peak = tl.load(lse + row * heads + head, mask=inside, other=0.0)
+        delta = tl.load(deltas + row * heads + head, mask=inside, other=0.0)
+        score = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION) * scale
+        weight = tl.exp2(score - peak[None, :])
+        if MASKED:
+            first = tl.load(key_start + row, mask=inside, other=2147483647).to(tl.int32)
+            last = tl.load(key_last + row, mask=inside, other=-1).to(tl.int32)
+            seen = (key[:, None] >= first[None, :]) & (key[:, None] <= last[None, :])
+            weight = tl.where(seen, weight, 0.0)
+        acc_v = tl.dot(weight.to(upper.dtype), upper, acc_v, input_precision=PRECISION)
+        slope = tl.dot(v, tl.trans(upper), input_precision=PRECISION)
+        slope = weight * (slope - delta[None, :])
+        acc_k = tl.dot(slope.to(q_tile.dtype), q_tile, acc_k, input_precision=PRECISION)
+    return acc_k, acc_v
+
+
 @triton.jit(do_not_specialize=_COUNTS)
 def _backward_keys(
-    q, kv, grad, lse, deltas, grad_kv, key_start, key_last, from_row, to_row, num_keys, q_stride,
+    q, kv, grad, lse, deltas, grad_kv, key_start, key_last, row_borders, num_keys, q_stride,
     kv_stride, groups, width, scale, unit,
     P: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -237,30 +271,27 @@ def _backward_keys(
     acc_k = tl.zeros([KEYS, BLOCK], tl.float32)
     acc_v = tl.zeros([KEYS, BLOCK], tl.float32)
     heads = groups * P
-    begin = tl.load(from_row + tl.program_id(0)).to(tl.int32) * P
-    end = tl.load(to_row + tl.program_id(0)).to(tl.int32) * P
-    for low in range(begin, end, ROWS):
-        index = low + tl.arange(0, ROWS)
-        inside = index < end
-        row = index // P
-        head = tl.program_id(1) * P + index % P
-        tile = inside[:, None] & (column < width)[None, :]
-        head_at = row.to(tl.int64)[:, None] * q_stride + head[:, None] * width + column[None, :]
-        out_at = (row.to(tl.int64) * heads + head)[:, None] * width + column[None, :]
-        q_tile = tl.load(q + head_at, mask=tile, other=0.0)
-        upper = tl.load(grad + out_at, mask=tile, other=0.0)
-        peak = tl.load(lse + row * heads + head, mask=inside, other=0.0)
-        delta = tl.load(deltas + row * heads + head, mask=inside, other=0.0)
-        first = tl.load(key_start + row, mask=inside, other=2147483647).to(tl.int32)
-        last = tl.load(key_last + row, mask=inside, other=-1).to(tl.int32)
-        score = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION) * scale
-        weight = tl.exp2(score - peak[None, :])
-        seen = (key[:, None] >= first[None, :]) & (key[:, None] <= last[None, :])
-        weight = tl.where(seen, weight, 0.0)
-        acc_v = tl.dot(weight.to(upper.dtype), upper, acc_v, input_precision=PRECISION)
-        slope = tl.dot(v, tl.trans(upper), input_precision=PRECISION)
-        slope = weight * (slope - delta[None, :])
-        acc_k = tl.dot(slope.to(q_tile.dtype), q_tile, acc_k, input_precision=PRECISION)
+    # Rows that see some of the keys, [low, high); within them those that see all.
+    blocks, block = tl.num_programs(0), row_borders + tl.program_id(0)
+    low = tl.load(block).to(tl.int32) * P
+    high = tl.load(block + blocks).to(tl.int32) * P
+    whole_low = tl.load(block + 2 * blocks).to(tl.int32) * P
+    whole_high = tl.load(block + 3 * blocks).to(tl.int32) * P
+    whole_low = tl.minimum(low + tl.cdiv(whole_low - low, ROWS) * ROWS, high)
+    whole_high = low + tl.maximum(whole_high - low, 0) // ROWS * ROWS
+    whole_high = tl.maximum(whole_high, whole_low)
+    acc_k, acc_v = _key_gradient(
+        acc_k, acc_v, k, v, key, q, grad, lse, deltas, key_start, key_last, low, whole_low, high,
+        q_stride, heads, width, scale, True, P, ROWS, BLOCK, PRECISION,
+    )  # fmt: skip
+    acc_k, acc_v = _key_gradient(
+        acc_k, acc_v, k, v, key, q, grad, lse, deltas, key_start, key_last, whole_low, whole_high,
+        high, q_stride, heads, width, scale, False, P, ROWS, BLOCK, PRECISION,
+    )  # fmt: skip
+    acc_k, acc_v = _key_gradient(
+        acc_k, acc_v, k, v, key, q, grad, lse, deltas, key_start, key_last, whole_high, high, high,
+        q_stride, heads, width, scale, True, P, ROWS, BLOCK, PRECISION,
+    )  # fmt: skip
     out_kv = grad_kv + key.to(tl.int64)[:, None] * (2 * groups * width) + column[None, :]
     kind = grad_kv.dtype.element_ty
     tl.store(out_kv + group_at, (acc_k * unit).to(kind), mask=there)
@@ -341,19 +372,17 @@ class _RowsAttention(torch.autograd.Function):
         tile, scale = shape.tiles["queries"], shape.unit * _LOG2_E
         _backward_queries[shape.grid(tile)](
             q, kv, kv if own is None else own, out, grad, lse, deltas, grad_q, key_start, key_last,
-            num_rows, shape.num_own, q.stride(0), kv.stride(0), shape.own_stride, shape.own_row_stride,
-            shape.groups, width, scale, shape.unit, ROWS=tile.rows, KEYS=tile.keys,
-            PRECISION=shape.precision, num_warps=tile.warps, num_stages=tile.stages, **common,
-        )  # fmt: skip
-        tile = shape.tiles["keys"]
-        borders = torch.arange(0, len(kv), tile.keys, device=kv.device)
-        from_row = torch.searchsorted(key_last, borders)
-        to_row = torch.searchsorted(key_start, borders + tile.keys)
-        _backward_keys[(len(borders), shape.groups)](
-            q, kv, grad, lse, deltas, grad_kv, key_start, key_last, from_row, to_row, len(kv),
-            q.stride(0), kv.stride(0), shape.groups, width, scale, shape.unit, ROWS=tile.rows,
+            num_rows, shape.num_own, q.stride(0), kv.stride(0), shape.own_stride,
+            shape.own_row_stride, shape.groups, width, scale, shape.unit, ROWS=tile.rows,
             KEYS=tile.keys, PRECISION=shape.precision, num_warps=tile.warps,
             num_stages=tile.stages, **common,
+        )  # fmt: skip
+        tile = shape.tiles["keys"]
+        borders = _row_borders(key_start, key_last, len(kv), tile.keys)
+        _backward_keys[(borders.shape[1], shape.groups)](
+            q, kv, grad, lse, deltas, grad_kv, key_start, key_last, borders, len(kv), q.stride(0),
+            kv.stride(0), shape.groups, width, scale, shape.unit, ROWS=tile.rows, KEYS=tile.keys,
+            PRECISION=shape.precision, num_warps=tile.warps, num_stages=tile.stages, **common,
         )  # fmt: skip
         if own is not None:
             _backward_own[(triton.cdiv(num_rows, 16), shape.groups, len(own))](
@@ -361,6 +390,22 @@ class _RowsAttention(torch.autograd.Function):
                 shape.own_row_stride, shape.groups, width, scale, shape.unit, ROWS=16, **common,
             )  # fmt: skip
         return grad_q, grad_kv, grad_own, None, None
+
+
+def _row_borders(
+    key_start: torch.Tensor, key_last: torch.Tensor, num_keys: int, block: int
+) -> torch.Tensor:
+    """For each block of keys the rows that see some of them and those that see all: int64 [4,
+    blocks], first and end of each. Both tensors ascend, so these are ranges."""
+    low = torch.arange(0, num_keys, block, device=key_start.device)
+    return torch.stack(
+        [
+            torch.searchsorted(key_last, low),
+            torch.searchsorted(key_start, low + block),
+            torch.searchsorted(key_last, low + block - 1),
+            torch.searchsorted(key_start, low, right=True),
+        ]
+    )
 
 
 @dataclass(frozen=True)
