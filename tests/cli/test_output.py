@@ -119,10 +119,18 @@ def test_samples_that_are_not_in_the_store_are_no_full_success():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "equal", "problems"), [("float32", 9, 1), ("float32", 10, 0), ("bfloat16", 9, 0)]
+    ("dtype", "equal", "near_ties", "problems"),
+    [
+        ("float32", 8, 1, 1),
+        ("float32", 9, 1, 0),
+        ("float32", 10, 0, 0),
+        ("bfloat16", 9, 0, 0),
+    ],
 )
-def test_decoding_that_is_not_lossless_fails_in_float32(dtype, equal, problems):
-    result = {"dtype": dtype, "lossless": {"equal_outputs": equal, "outputs": 10}}
+def test_decoding_that_is_not_lossless_fails_in_float32(dtype, equal, near_ties, problems):
+    """But where two tokens are as likely as rounding can tell."""
+    lossless = {"equal_outputs": equal, "near_ties": near_ties, "outputs": 10}
+    result = {"dtype": dtype, "lossless": lossless}
     assert len(evaluate.problems(result)) == problems
 
 
@@ -161,13 +169,19 @@ def test_A04_the_quotients_stand_under_their_own_names():
 
 def test_acceptance_is_shown_with_interval_definition_and_what_was_left_out():
     console, text = text_console()
-    show_acceptance(_measured(lossless={"equal_outputs": 3, "outputs": 3}), console)
+    difference = {"conversation": "c7", "turn": 0, "num_draft_tokens": 2, "position": 5}
+    difference |= {"own": 11, "other": 12, "gap": 0.00025}
+    lossless = {"equal_outputs": 3, "outputs": 4, "near_ties": 1, "differences": [difference]}
+    speed = {"2": {"1": {"tokens_per_s": 30.0, "plain_tokens_per_s": 20.0, "ratio": 1.5}}}
+    show_acceptance(_measured(lossless=lossless, speed=speed), console)
     shown = text()
     assert "2.000 [1.50, 2.50]" in shown
     assert "n/a" in shown  # the baseline made no verify step
     assert "the definition" in shown
     assert "4 at K = 2" in shown
-    assert "3 of 3" in shown
+    assert "3 of 4; of the others 1 differ at a near tie" in shown
+    assert "c7, turn 1, K = 2: token 5 is 12 and not 11, log p gap 0.00025" in shown
+    assert "1.50" in shown
 
 
 def test_supervised_tokens_are_marked_where_there_are_no_colours():

@@ -14,6 +14,7 @@ _QUOTIENTS = {
     "completion_tokens_per_verify_step": "completion tokens / verify steps, as servers report it",
     "mean_of_request_ratios": "mean over requests of their own ratios",
 }
+_LISTED_DIFFERENCES = 10
 
 
 def show_acceptance(measured: Mapping[str, Any], console: Console) -> None:
@@ -28,6 +29,7 @@ def show_acceptance(measured: Mapping[str, Any], console: Console) -> None:
     console.print(table("", columns, rows))
     _show_positions(methods, lengths[-1], console)
     _show_sources(measured["results"], lengths, console)
+    _show_speed(measured.get("speed", {}), console)
     console.print(measured["definition"], style="dim")
     for line in _notes(measured):
         console.print(line, style="dim")
@@ -69,6 +71,36 @@ def _show_sources(results: Mapping[str, Any], lengths: list[str], console: Conso
     console.print(table("", columns, rows))
 
 
+def _show_speed(speed: Mapping[str, Any], console: Console) -> None:
+    if not speed:
+        return
+    columns = ["tokens per second", "requests at a time", "without", "with", "ratio"]
+    number = lambda value, form: "n/a" if value is None else format(value, form)
+    rows = [
+        [
+            f"K = {k}",
+            size,
+            number(found["plain_tokens_per_s"], ",.1f"),
+            number(found["tokens_per_s"], ",.1f"),
+            number(found["ratio"], ".2f"),
+        ]
+        for k, by_size in speed.items()
+        for size, found in by_size.items()
+    ]
+    console.print(table("", columns, rows))
+
+
+def _differences(lossless: Mapping[str, Any]) -> Iterator[str]:
+    for found in lossless["differences"][:_LISTED_DIFFERENCES]:
+        gap = found["gap"]
+        how = "unknown" if gap is None else f"{gap:.2g}"
+        yield (
+            f"  {found['conversation']}, turn {found['turn'] + 1}, K = "
+            f"{found['num_draft_tokens']}: token {found['position']} is {found['other']} and not "
+            f"{found['own']}, log p gap {how}"
+        )
+
+
 def _notes(measured: Mapping[str, Any]) -> Iterator[str]:
     pooled = {k: found["pooled"] for k, found in measured["results"].items()}
     first = next(iter(pooled.values()))
@@ -76,15 +108,23 @@ def _notes(measured: Mapping[str, Any]) -> Iterator[str]:
         f"{first['conversations']:,} conversations, mode {measured['mode']}, dtype "
         f"{measured['dtype']}; intervals: 95%, bootstrap over conversations"
     )
+    if temperature := measured.get("temperature"):
+        yield f"temperature {temperature:g}: acceptance of speculative sampling" + (
+            ", as expected from both models' distributions" if measured["mode"] == "chain" else ""
+        )
     left_out = {k: p["left_out"] for k, p in pooled.items() if p["left_out"]}
     if left_out:
-        steps = ", ".join(f"{n:,} at K = {k}" for k, n in left_out.items())
+        steps = ", ".join(f"{n:,.0f} at K = {k}" for k, n in left_out.items())
         yield f"steps left out, since they need tokens past the end of an answer: {steps}"
     if lossless := measured.get("lossless"):
         yield (
             f"outputs equal to the target's own greedy ones: {lossless['equal_outputs']:,} of "
-            f"{lossless['outputs']:,}"
+            f"{lossless['outputs']:,}; of the others {lossless['near_ties']:,} differ at a near tie"
         )
+        yield from _differences(lossless)
+    if short := measured.get("short_drafts"):
+        steps = ", ".join(f"{n:,} at K = {k}" for k, n in short.items())
+        yield f"the server drafted fewer tokens than K per step, so many are missing: {steps}"
     quotients = measured.get("quotients", {})
     for name, text in _QUOTIENTS.items():
         for k, found in quotients.items():

@@ -34,13 +34,13 @@ class Counts:
 
     per_position[i]: steps that accepted more than i draft tokens. left_out: steps that would need
     tokens past the record's end. conversations: how many share these sums, where they were
-    counted together.
+    counted together. Whole numbers, but of `expected`, which counts steps by their chance.
     """
 
-    verify_steps: int
-    accepted: int
+    verify_steps: float
+    accepted: float
     per_position: np.ndarray
-    left_out: int = 0
+    left_out: float = 0
     conversations: int = 1
 
     @classmethod
@@ -78,7 +78,7 @@ def walk(answers: Iterable[Answer], num_draft_tokens: int) -> Counts:
     return counts
 
 
-def acceptance_length(accepted: int, verify_steps: int) -> float | None:
+def acceptance_length(accepted: float, verify_steps: float) -> float | None:
     """1 + accepted / verify_steps; None where there was no verify step."""
     return 1.0 + accepted / verify_steps if verify_steps else None
 
@@ -89,22 +89,22 @@ def pool(counts: Sequence[Counts], bootstrap: int, seed: int) -> dict[str, Any]:
     Conversations are resampled, and the ratio of sums is taken anew each time. Where several were
     counted together there is nothing to resample, and no interval.
     """
-    steps = np.array([c.verify_steps for c in counts], np.int64)
-    accepted = np.array([c.accepted for c in counts], np.int64)
+    steps = np.array([c.verify_steps for c in counts])
+    accepted = np.array([c.accepted for c in counts])
     per_position = np.stack([c.per_position for c in counts])
-    total_steps = int(steps.sum())
+    total_steps, total_accepted = steps.sum().item(), accepted.sum().item()
     numerators = np.column_stack([accepted, per_position])
     together = any(c.conversations > 1 for c in counts)
     length_interval, *position_intervals = (
         [None] * numerators.shape[1] if together else _intervals(numerators, steps, bootstrap, seed)
     )
     return {
-        "acceptance_length": acceptance_length(int(accepted.sum()), total_steps),
+        "acceptance_length": acceptance_length(total_accepted, total_steps),
         "interval": length_interval and [1.0 + bound for bound in length_interval],
-        "per_position": (per_position.sum(0) / max(total_steps, 1)).tolist(),
+        "per_position": (per_position.sum(0) / (total_steps or 1)).tolist(),
         "per_position_intervals": position_intervals,
         "verify_steps": total_steps,
-        "accepted": int(accepted.sum()),
+        "accepted": total_accepted,
         "left_out": sum(c.left_out for c in counts),
         "conversations": sum(c.conversations for c in counts),
     }

@@ -1,21 +1,25 @@
 """Mode chain: the draft over answers that the target has written, and the baselines beside it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from paceline.contracts import TRAIN_SPLIT
 from paceline.draft.model import Draft
 from paceline.errors import EvaluationError, FingerprintMismatch
-from paceline.evaluate.acceptance import Answer, walk
+from paceline.evaluate.acceptance import Answer, Counts, walk
 from paceline.evaluate.baselines import BigramTable, prompt_lookup_answer
 from paceline.evaluate.chain import draft_answers, spans_of
+from paceline.evaluate.expected import draft_chances, expected_counts
+from paceline.evaluate.failures import Failures
 from paceline.evaluate.walks import Measured, Walks
-from paceline.progress import progress_bar
+from paceline.progress import Bar, progress_bar
 from paceline.recipe import EvaluateOptions
 from paceline.store import Store, StoredSample
 from paceline.store.packing import cut
+from paceline.target.model import TeacherHead
 from paceline.target.spec import Target
 
 _GROUP_TOKENS = 8192
+_DRAFT = "draft"
 
 
 def measure_chain(options: EvaluateOptions, draft: Draft, target: Target) -> Measured:
@@ -26,29 +30,76 @@ def measure_chain(options: EvaluateOptions, draft: Draft, target: Target) -> Mea
     chosen = store.split(options.split)[: options.limit]
     if not len(chosen):
         raise EvaluationError(f"{store.folder} has no samples of split {options.split!r}")
-    longest = max(options.num_draft_tokens)
-    drafted = Walks(options.num_draft_tokens)
-    baselines = _baselines(store, target, longest) if options.baselines else {}
-    others = {name: Walks(options.num_draft_tokens) for name in baselines}
+    groups = cut(chosen, store.records.num_tokens, _GROUP_TOKENS)
+    failures = Failures(target.vocab_size)
     with progress_bar("evaluate", len(chosen), "sample") as bar:
-        groups = cut(chosen, store.records.num_tokens, _GROUP_TOKENS)
-        for sample, answers in draft_answers(draft, store, groups, longest):
-            _add(drafted, sample, answers)
-            for name, answers_of in baselines.items():
-                _add(others[name], sample, answers_of(sample))
-            bar.advance(1)
+        if options.temperature:
+            methods = _expect(options, draft, target, store, groups, bar)
+        else:
+            methods = _walk(options, draft, target, store, groups, bar, failures)
+    drafted, baselines = methods.pop(_DRAFT), methods
+    told = None if options.temperature else failures.told(target, draft.t2d.cpu().numpy())
     result = {
+        "failures": told,
         "states_dtype": store.spec.dtype,
         "results": drafted.table(options),
-        "baselines": {name: walks.table(options) for name, walks in others.items()},
+        "baselines": {name: walks.table(options) for name, walks in baselines.items()},
     }
     return Measured(result, [*drafted.rows()])
 
 
-def _add(walks: Walks, sample: StoredSample, answers: list[Answer]) -> None:
+def _walk(
+    options: EvaluateOptions,
+    draft: Draft,
+    target: Target,
+    store: Store,
+    groups: Iterator[list[int]],
+    bar: Bar,
+    failures: Failures,
+) -> dict[str, Walks]:
+    """Greedy: what the draft and the baselines have right."""
+    longest = max(options.num_draft_tokens)
+    baselines = _baselines(store, target, longest) if options.baselines else {}
+    methods = {name: Walks(options.num_draft_tokens) for name in (_DRAFT, *baselines)}
+    for sample, answers in draft_answers(draft, store, groups, longest):
+        _add(methods[_DRAFT], sample, {k: [walk(answers, k)] for k in options.num_draft_tokens})
+        failures.add(sample, answers)
+        for name, answers_of in baselines.items():
+            found = answers_of(sample)
+            _add(methods[name], sample, {k: [walk(found, k)] for k in options.num_draft_tokens})
+        bar.advance(1)
+    return methods
+
+
+def _expect(
+    options: EvaluateOptions,
+    draft: Draft,
+    target: Target,
+    store: Store,
+    groups: Iterator[list[int]],
+    bar: Bar,
+) -> dict[str, Walks]:
+    """Sampled: what the draft is expected to have accepted. The baselines draw no tokens."""
+    weight = draft.fc.weight
+    head = TeacherHead(target, weight.dtype, weight.device, is_normed=store.spec.last_is_normed)
+    walks = Walks(options.num_draft_tokens)
+    longest = max(options.num_draft_tokens)
+    chances = draft_chances(draft, head, store, groups, longest, options.temperature)
+    for sample, answers in chances:
+        counts = {k: [expected_counts(a, k) for a in answers] for k in options.num_draft_tokens}
+        _add(walks, sample, counts)
+        bar.advance(1)
+    return {_DRAFT: walks}
+
+
+def _add(walks: Walks, sample: StoredSample, counts: dict[int, list[Counts]]) -> None:
     record = sample.record
-    counts = {k: walk(answers, k) for k in walks.lengths}
-    walks.add(record.conversation_id or record.sample_id, record.source, counts)
+    name = record.conversation_id or record.sample_id
+    for k, answers in counts.items():
+        total = Counts.zero(k)
+        for found in answers:
+            total.add(found)
+        walks.add(name, record.source, {k: total})
 
 
 def _baselines(
