@@ -18,6 +18,7 @@ _MODULES = (
     "export",
     "report",
     "inspect",
+    "codec_report",
     "doctor",
     "plan",
     "run",

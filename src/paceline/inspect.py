@@ -122,6 +122,10 @@ def _export_content(folder: Path, manifest: Manifest) -> str:
     )
 
 
+def _result_content(folder: Path, _: Manifest) -> str:
+    return fingerprint.of_json(json.loads((folder / "result.json").read_text()))
+
+
 # For each stage the fingerprint of what it wrote, made again from the files.
 _CONTENT: dict[str, Callable[[Path, Manifest], str | None]] = {
     "prepare": lambda folder, manifest: add_up(folder, manifest.result["vocab_size"]).content,
@@ -129,9 +133,8 @@ _CONTENT: dict[str, Callable[[Path, Manifest], str | None]] = {
     "extract": _store_content,
     "align": _align_content,
     "train": lambda folder, _: fingerprint.of_file(folder / "draft.safetensors"),
-    "evaluate": lambda folder, _: fingerprint.of_json(
-        json.loads((folder / "result.json").read_text())
-    ),
+    "evaluate": _result_content,
+    "codec-report": _result_content,
     "export": _export_content,
     "report": lambda folder, manifest: fingerprint.of_file(folder / manifest.result["page_file"]),
     "export-store": lambda folder, _: content_of_files(folder),

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from paceline.cli import (
     align,
+    codec_report,
     evaluate,
     exchange,
     export,
@@ -35,6 +36,7 @@ _STAGES = {
         export.COMMAND,
         report.COMMAND,
         exchange.EXPORT_COMMAND,
+        codec_report.COMMAND,
     )
 }
 _STYLES = {"context": "dim", "supervised": "bold green", "past_end": "yellow"}

@@ -18,6 +18,7 @@ import typer
 from paceline import __version__
 from paceline.cli import (
     align,
+    codec_report,
     evaluate,
     exchange,
     export,
@@ -49,6 +50,7 @@ COMMANDS: tuple[Command, ...] = (
     export.COMMAND,
     report.COMMAND,
     inspect.COMMAND,
+    codec_report.COMMAND,
     exchange.IMPORT_COMMAND,
     exchange.EXPORT_COMMAND,
     *housekeeping.COMMANDS,

@@ -1,0 +1,94 @@
+"""What a codec does to states: errors of each layer, and what they do to the target's words.
+
+Legend: M supervised tokens, V logit width.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.errors import StoreError
+from paceline.extract.probe import relative_error
+from paceline.progress import progress_bar
+from paceline.store import Store, StoredSample
+from paceline.target.model import TeacherHead
+
+_CHUNK_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Two stores of the same samples: as the engine gave them, and through a codec."""
+
+    plain: Store
+    coded: Store
+
+    def __iter__(self) -> Iterator[tuple[StoredSample, StoredSample]]:
+        if len(self.plain) != len(self.coded):
+            raise StoreError(f"{self.coded.folder} has other samples than {self.plain.folder}")
+        for index, sample_id in enumerate(self.plain.records.sample_ids()):
+            twin = self.coded.records.find(sample_id)
+            yield self.plain.read(index), self.coded.read(twin)
+
+
+def errors_of(pairs: Pairs) -> tuple[dict[str, dict[str, float]], bool]:
+    """For each k the error of its rows relative to their norms; and whether every bit is the same.
+
+    The first token of a sequence, where massive activations sit, has figures of its own.
+    """
+    plan = pairs.plain.spec.layers
+    rows: dict[int, list[torch.Tensor]] = {k: [] for k in plan.all}
+    first: dict[int, list[torch.Tensor]] = {k: [] for k in plan.aux}
+    is_same = True
+    with progress_bar("errors", len(pairs.plain), "sample") as bar:
+        for plain, coded in pairs:
+            is_same &= _same_bits(plain.aux, coded.aux) and _same_bits(plain.last, coded.last)
+            for i, k in enumerate(plan.aux):
+                errors = relative_error(coded.aux[:, i], plain.aux[:, i])
+                first[k].append(errors[:1])
+                rows[k].append(errors[1:])
+            rows[plan.last].append(relative_error(coded.last, plain.last))
+            bar.advance(1)
+    figures = {f"k={k}": _figures(torch.cat(found)) for k, found in rows.items()}
+    for k, found in first.items():
+        figures[f"k={k}"]["first_token_median"] = float(torch.cat(found).median())
+    return figures, is_same
+
+
+def _figures(errors: torch.Tensor) -> dict[str, float]:
+    # Not torch's quantile, which takes no more than 16 million values.
+    p99 = errors.kthvalue(int(0.99 * (len(errors) - 1)) + 1).values
+    return {"median": float(errors.median()), "p99": float(p99), "max": float(errors.max())}
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@torch.inference_mode()
+def kl_of(pairs: Pairs, head: TeacherHead, most_rows: int) -> dict[str, Any]:
+    """KL in nats from the target's distribution to that of decoded last states, over the whole
+    vocabulary, in float32; and how often both have the same most likely token."""
+    per_sample = max(1, most_rows // max(len(pairs.plain), 1))
+    kl, agree = [], 0
+    with progress_bar("KL", most_rows, "row") as bar:
+        for plain, coded in pairs:
+            # Rows from the whole sample: those of one place would be alike.
+            step = max(1, len(plain.last) // per_sample)
+            for rows in torch.arange(0, len(plain.last), step).split(_CHUNK_ROWS):
+                log_p = head(plain.last[rows]).float().log_softmax(-1)
+                log_q = head(coded.last[rows]).float().log_softmax(-1)
+                kl.append((log_p.exp() * (log_p - log_q)).sum(-1))
+                agree += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
+                bar.advance(len(rows))
+            if sum(map(len, kl)) >= most_rows:
+                break
+    found = torch.cat(kl)
+    return {
+        "mean": float(found.mean()),
+        "p99": float(found.quantile(0.99)),
+        "rows": len(found),
+        "top1_agreement": agree / len(found),
+    }
