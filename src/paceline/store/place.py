@@ -4,6 +4,7 @@ Small steps that are tried again: a network fails now and then, and what reads t
 must not fail with it.
 """
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -22,6 +23,9 @@ T = TypeVar("T")
 # The file systems try again by themselves for some seconds; these tries are for what they give up.
 _NUM_TRIES = 4
 _FIRST_PAUSE_S = 0.5
+_PIECE_BYTES = 16 << 20
+# The part size of s3fs, of which the ETag of a large object is made.
+_PART_BYTES = 50 << 20
 
 
 def is_remote(path: str | Path) -> bool:
@@ -91,14 +95,28 @@ class Place:
 
     def write(self, name: str, data: bytes) -> None:
         self._make_parent(name)
-        self._again(name, lambda: self._fs.pipe_file(self._path(name), data))
+        self._again(name, lambda: self._fs.pipe_file(self._path(name), data), is_there=False)
 
     def send(self, local: Path, name: str) -> RemoteFile:
         """Copy a local file there. Returns what the server then has."""
         self._make_parent(name)
-        self._again(name, lambda: self._fs.put_file(str(local), self._path(name)))
+        self._again(name, lambda: self._fs.put_file(str(local), self._path(name)), is_there=False)
         info = self._again(name, lambda: self._fs.info(self._path(name)))
         return RemoteFile(info["size"], _etag(info))
+
+    def holds(self, local: Path, name: str, found: RemoteFile) -> bool:
+        """Whether a file there is that of this machine: by size and the server's checksum, or where
+        it gives none that we know, by reading it back."""
+        if found.num_bytes != local.stat().st_size:
+            return False
+        if found.etag and found.etag == _etag_of(local, is_in_parts="-" in found.etag):
+            return True
+        with local.open("rb") as file:
+            for start in range(0, found.num_bytes, _PIECE_BYTES):
+                piece = file.read(_PIECE_BYTES)
+                if self.read_range(name, start, start + len(piece)) != piece:
+                    return False
+        return True
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files in their order; those that are not there are no error."""
@@ -116,18 +134,19 @@ class Place:
         # is missing, makedirs would make one of a misspelt name.
         if not self._fs.async_impl:
             parent = self._path(name).rpartition("/")[0]
-            self._again(name, lambda: self._fs.makedirs(parent, exist_ok=True))
+            self._again(name, lambda: self._fs.makedirs(parent, exist_ok=True), is_there=False)
 
-    def _again(self, name: str, call: Callable[[], T]) -> T:
+    def _again(self, name: str, call: Callable[[], T], is_there: bool = True) -> T:
+        """is_there: the file should be, and if not so, another try will not find it."""
         where = self.name_of(name)
         for number in range(_NUM_TRIES):
             try:
                 return call()
-            except FileNotFoundError:
-                raise
             except PermissionError as error:
                 raise StoreError(f"{where}: access is refused ({error})") from error
             except Exception as error:  # Each file system has errors of its own kinds.
+                if is_there and isinstance(error, FileNotFoundError):
+                    raise
                 if number + 1 == _NUM_TRIES:
                     raise StoreError(
                         f"{where}: tried {_NUM_TRIES} times, last {type(error).__name__}: {error}. "
@@ -140,3 +159,16 @@ class Place:
 
 def _etag(info: dict) -> str | None:
     return str(info["ETag"]).strip('"') if info.get("ETag") else None
+
+
+def _etag_of(path: Path, is_in_parts: bool) -> str:
+    """What S3 makes of a file: the MD5 of its bytes, or that of the MD5s of its parts."""
+    digest = hashlib.md5(usedforsecurity=False)
+    with path.open("rb") as file:
+        if not is_in_parts:
+            return hashlib.file_digest(file, lambda: digest).hexdigest()
+        num_parts = 0
+        while part := file.read(_PART_BYTES):
+            digest.update(hashlib.md5(part, usedforsecurity=False).digest())
+            num_parts += 1
+    return f"{digest.hexdigest()}-{num_parts}"

@@ -2,7 +2,6 @@
 is not sent again. The manifest goes last, so that half a store never looks like one.
 """
 
-import hashlib
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,9 +20,6 @@ from paceline.store.shelf import STAGE
 
 # Stands below the URL while an upload is under way, and says of what.
 CLAIM_NAME = "upload.json"
-_PIECE_BYTES = 16 << 20
-# The part size of s3fs, of which the ETag of a large object is made.
-_PART_BYTES = 50 << 20
 
 
 @dataclass(frozen=True)
@@ -134,37 +130,10 @@ def _is_whole(
 def _bring(place: Place, folder: Path, name: str, found: RemoteFile | None) -> bool:
     """Make sure that a file is there. Returns whether it had to be sent."""
     path = folder / name
-    if found and _is_same(place, name, path, found):
+    if found and place.holds(path, name, found):
         return False
     if Path(name).parts[0] == SHARDS_FOLDER:
         Shard(path).verify()
-    if not _is_same(place, name, path, place.send(path, name)):
+    if not place.holds(path, name, place.send(path, name)):
         raise StoreError(f"{place.name_of(name)} is not what was sent; run the same command again")
     return True
-
-
-def _is_same(place: Place, name: str, path: Path, remote: RemoteFile) -> bool:
-    """By size and the server's checksum, or where it gives none, by reading it back."""
-    if remote.num_bytes != path.stat().st_size:
-        return False
-    if remote.etag and remote.etag == _etag_of(path, is_in_parts="-" in remote.etag):
-        return True
-    with path.open("rb") as file:
-        for start in range(0, remote.num_bytes, _PIECE_BYTES):
-            piece = file.read(_PIECE_BYTES)
-            if place.read_range(name, start, start + len(piece)) != piece:
-                return False
-    return True
-
-
-def _etag_of(path: Path, is_in_parts: bool) -> str:
-    """What S3 makes of a file: the MD5 of its bytes, or that of the MD5s of its parts."""
-    digest = hashlib.md5(usedforsecurity=False)
-    with path.open("rb") as file:
-        if not is_in_parts:
-            return hashlib.file_digest(file, lambda: digest).hexdigest()
-        num_parts = 0
-        while part := file.read(_PART_BYTES):
-            digest.update(hashlib.md5(part, usedforsecurity=False).digest())
-            num_parts += 1
-    return f"{digest.hexdigest()}-{num_parts}"
