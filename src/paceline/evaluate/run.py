@@ -23,6 +23,7 @@ from paceline.evaluate.server_free import measure_chain
 from paceline.evaluate.walks import Measured
 from paceline.forms.source import DraftSource, open_draft
 from paceline.recipe import EvaluateOptions
+from paceline.store.remote import finished_manifest
 from paceline.target.spec import open_target
 
 RESULT_FILE, CONVERSATIONS_FILE, ANSWERS_FILE = (
@@ -101,7 +102,7 @@ def _recorded_target(
 
 def _describe_answers(options: EvaluateOptions) -> dict[str, Any]:
     if options.mode == "chain":
-        return describe_input(options.store, load_finished(options.store, "extract"))
+        return describe_input(options.store, finished_manifest(options.store))
     return describe_questions(options)
 
 

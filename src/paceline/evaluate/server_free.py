@@ -14,6 +14,7 @@ from paceline.evaluate.walks import Measured, Walks
 from paceline.progress import Bar, progress_bar
 from paceline.recipe import EvaluateOptions
 from paceline.store import Store, StoredSample
+from paceline.store.cache import Cache
 from paceline.store.packing import cut
 from paceline.target.model import TeacherHead
 from paceline.target.spec import Target
@@ -25,7 +26,7 @@ _DRAFT = "draft"
 def measure_chain(options: EvaluateOptions, draft: Draft, target: Target) -> Measured:
     """Walk every answer of the store. Raises EvaluationError where the split is empty,
     FingerprintMismatch for a store of another target or other layers."""
-    store = Store(options.store)
+    store = Store(options.store, cache=Cache(options.cache_dir, options.cache_bytes))
     _check_store(store, draft, target)
     chosen = store.split(options.split)[: options.limit]
     if not len(chosen):

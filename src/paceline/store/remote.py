@@ -4,7 +4,13 @@ import os
 from pathlib import Path
 from threading import Lock
 
-from paceline.artefact import Manifest, parse_manifest, require_finished, write_atomically
+from paceline.artefact import (
+    Manifest,
+    load_finished,
+    parse_manifest,
+    require_finished,
+    write_atomically,
+)
 from paceline.contracts import MANIFEST_NAME
 from paceline.errors import StoreCorruption, StoreError, UsageError
 from paceline.store.blocks import BlockFile
@@ -38,6 +44,13 @@ def read_manifest(place: Place, unfinished: bool = False) -> Manifest:
     if not unfinished:
         require_finished(manifest, place.url)
     return manifest
+
+
+def finished_manifest(folder: str | Path) -> Manifest:
+    """The manifest of a finished store, here or below a URL. Raises UsageError."""
+    if is_remote(folder):
+        return read_manifest(Place(str(folder)))
+    return load_finished(folder, STAGE)
 
 
 class RemoteShelf:
