@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 import paceline
 from paceline.align import coverage_curve, select_vocabulary
-from paceline.errors import FingerprintMismatch, VocabularyError
+from paceline.errors import FingerprintMismatch, UsageError, VocabularyError
 from paceline.vocab import DraftVocabulary, load_vocabulary
 
-from .lines import prepared
+from .lines import extracted, prepared
 
 
 def counts_of(counts, vocab_size):
@@ -81,6 +81,18 @@ def test_V05_a_mapping_is_never_reused_for_other_work(tmp_path):
     )
     with pytest.raises(FingerprintMismatch, match="fingerprint"):
         paceline.align(data=str(tmp_path / "shorter"), out=out, draft_vocab_size=20)
+
+
+def test_a_store_says_the_same_as_its_data(tmp_path):
+    store = extracted(tmp_path)
+    sizes = {"draft_vocab_size": 64, "out": str(tmp_path / "again")}
+    result = paceline.align(store=str(store), **sizes)
+    by_data, by_store = load_vocabulary(tmp_path / "vocab"), load_vocabulary(tmp_path / "again")
+    assert by_data.d2t.tolist() == by_store.d2t.tolist()
+    assert by_data.t2d.tolist() == by_store.t2d.tolist()
+    assert result["end_of_turn_ids"] == [1]
+    with pytest.raises(UsageError, match="`data`"):
+        paceline.align(store=str(store), data=str(tmp_path / "prepare"), **sizes)
 
 
 def test_V07_the_map_has_the_logit_width_and_no_padding_ids():

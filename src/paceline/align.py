@@ -1,7 +1,8 @@
 """The `align` stage: the draft vocabulary from the supervised tokens of the training split."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ import numpy as np
 
 from paceline import fingerprint
 from paceline.artefact import Manifest, describe_input, load_finished, open_stage
+from paceline.contracts import TRAIN_SPLIT
 from paceline.errors import UsageError, VocabularyError
 from paceline.recipe import AlignOptions
+from paceline.store import Store
+from paceline.target.spec import open_target
 from paceline.verbs import make_callable
 from paceline.vocab import DraftVocabulary
 
@@ -67,27 +71,67 @@ def coverage_curve(counts: np.ndarray) -> list[dict[str, float]]:
     return [{"draft_vocab_size": s, "coverage": float(cumulated[s - 1])} for s in sizes]
 
 
+@dataclass(frozen=True)
+class Supervised:
+    """What the vocabulary is chosen from. counts: int64 [V], supervised tokens of the training
+    split; num_real_tokens, end_of_turn_ids, target: of the target, as manifests keep them."""
+
+    counts: np.ndarray
+    num_real_tokens: int
+    end_of_turn_ids: tuple[int, ...]
+    target: dict[str, Any]
+
+
 def run(options: AlignOptions) -> dict[str, Any]:
-    """Choose the draft vocabulary of a token data set. Returns the manifest's result."""
-    if not options.data or not options.out:
-        raise UsageError("align: pass `data` (a folder of `prepare`) and `out`")
-    manifest = load_finished(options.data, "prepare")
-    inputs = {"data": describe_input(options.data, manifest)}
+    """Choose the draft vocabulary of a token data set, or of a store. Returns the manifest's
+    result."""
+    if bool(options.data) == bool(options.store) or not options.out:
+        raise UsageError("align: pass `data` (a folder of `prepare`) or `store`, and `out`")
+    if options.data:
+        manifest = load_finished(options.data, "prepare")
+        inputs = {"data": describe_input(options.data, manifest)}
+        supervised = partial(_of_data, Path(options.data), manifest)
+    else:
+        store = Store(options.store)
+        inputs = {"store": describe_input(options.store, store.manifest)}
+        supervised = partial(_of_store, store, options)
     with open_stage(options.out, "align", inputs, options.identity(), options.overwrite) as stage:
         if stage.done:
             return stage.result
-        result, vocabulary = _align(options, manifest)
+        result, vocabulary = _align(options, supervised())
         vocabulary.save(stage.path)
         content = fingerprint.of_bytes(vocabulary.d2t.tobytes() + vocabulary.t2d.tobytes())
         return stage.finish(result, content)
 
 
-def _align(options: AlignOptions, manifest: Manifest) -> tuple[dict[str, Any], DraftVocabulary]:
+def _of_data(folder: Path, manifest: Manifest) -> Supervised:
     made = manifest.result
-    counts = np.load(Path(options.data) / made["supervised_token_counts_file"], allow_pickle=False)
-    end_ids = tuple(made["end_of_turn_ids"])
+    return Supervised(
+        counts=np.load(folder / made["supervised_token_counts_file"], allow_pickle=False),
+        num_real_tokens=made["num_real_tokens"],
+        end_of_turn_ids=tuple(made["end_of_turn_ids"]),
+        target=made["target"],
+    )
+
+
+def _of_store(store: Store, options: AlignOptions) -> Supervised:
+    target = open_target(options, store.manifest.result["target"])
+    target.check_made_by(
+        store.manifest.inputs["target"]["fingerprint"], f"{store.folder} holds states of"
+    )
+    counts = np.zeros(target.vocab_size, np.int64)
+    for index in store.split(TRAIN_SPLIT).tolist():
+        sample = store.read_encoded(index).sample
+        counts += np.bincount(sample.input_ids[sample.loss_mask], minlength=len(counts))
+    return Supervised(
+        counts, target.num_real_tokens, target.end_of_turn_ids, asdict(target.reference)
+    )
+
+
+def _align(options: AlignOptions, supervised: Supervised) -> tuple[dict[str, Any], DraftVocabulary]:
+    counts, end_ids = supervised.counts, supervised.end_of_turn_ids
     selection = select_vocabulary(
-        counts, options.draft_vocab_size, made["num_real_tokens"], always=end_ids
+        counts, options.draft_vocab_size, supervised.num_real_tokens, always=end_ids
     )
     if selection.num_filler:
         logger.warning(
@@ -97,7 +141,7 @@ def _align(options: AlignOptions, manifest: Manifest) -> tuple[dict[str, Any], D
             selection.num_filler,
         )
     result = {
-        "target": made["target"],
+        "target": supervised.target,
         "draft_vocab_size": options.draft_vocab_size,
         "vocab_size": len(counts),
         "num_filler": selection.num_filler,

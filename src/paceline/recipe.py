@@ -274,6 +274,9 @@ class AlignOptions(StageOptions, TargetOptions):
     """`align`: the draft vocabulary from the supervised tokens."""
 
     data: str = opt("", "Folder that `prepare` wrote.", identity=False)
+    store: str = opt(
+        "", "Store in place of `data`, for states that `import-store` took in.", identity=False
+    )
     draft_vocab_size: int = opt(32000, "Tokens that the draft can say.", ge=1)
 
 

@@ -182,22 +182,15 @@ def test_E10_pre_and_post_norm_teach_the_same(
 
 
 def test_training_reads_both_norms_alike(tmp_path: Path, target: Path, told: list[Told]) -> None:
-    paceline.prepare(
-        target=str(target),
-        data=[str(write_rows(tmp_path / "rows.jsonl", told))],
-        out=str(tmp_path / "prepared"),
-        heldout_share=0.0,
-    )
-    paceline.align(
-        data=str(tmp_path / "prepared"), out=str(tmp_path / "vocab"), draft_vocab_size=64
-    )
     losses = []
     for norm in ("pre", "post"):
         source = rows_tree(tmp_path / norm, told, last_norm=norm)
         take(source, tmp_path / f"{norm}-store", target, last_norm=norm, heldout_share=0.0)
+        store = str(tmp_path / f"{norm}-store")
+        paceline.align(store=store, out=str(tmp_path / f"{norm}-vocab"), draft_vocab_size=64)
         paceline.train(
-            store=str(tmp_path / f"{norm}-store"),
-            vocab=str(tmp_path / "vocab"),
+            store=store,
+            vocab=str(tmp_path / f"{norm}-vocab"),
             out=str(tmp_path / f"{norm}-draft"),
             dtype="float32",
             max_steps=2,
