@@ -38,14 +38,18 @@ def methods_of(measured: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {METHOD_NAMES.get(name, name): tables for name, tables in found.items() if tables}
 
 
-def acceptance_by_length(measured: dict[str, Any]) -> Figure:
-    """Acceptance length over chain length K, with intervals, draft beside baselines."""
-    lengths = sorted(map(int, measured["results"]))
+def acceptance_figures(methods: dict[str, dict[str, Any]], lengths: Sequence[str]) -> list[Figure]:
+    """Acceptance length over chain length K, and acceptance per position of the longest chain, of
+    several methods (name -> K -> tables)."""
+    return [_by_length(methods, lengths), _by_position(methods, lengths[-1])]
+
+
+def _by_length(methods: dict[str, dict[str, Any]], lengths: Sequence[str]) -> Figure:
     series = []
-    for style, (name, tables) in enumerate(methods_of(measured).items()):
+    for style, (name, tables) in enumerate(methods.items()):
         points = []
         for i, k in enumerate(lengths):
-            pooled = tables[str(k)]["pooled"]
+            pooled = tables[k]["pooled"]
             if pooled["acceptance_length"] is not None:
                 # Methods stand side by side, so that their whiskers do not hide each other.
                 low, high = pooled["interval"] or (None, None)
@@ -60,12 +64,11 @@ def acceptance_by_length(measured: dict[str, Any]) -> Figure:
     return Figure(title, line_figure(title, series, x, y), "tokens per verify step")
 
 
-def acceptance_by_position(measured: dict[str, Any]) -> Figure:
-    """How often the draft token at each position was accepted, for the longest chain."""
-    longest = max(map(int, measured["results"]))
+def _by_position(methods: dict[str, dict[str, Any]], length: str) -> Figure:
+    longest = int(length)
     series = []
-    for style, (name, tables) in enumerate(methods_of(measured).items()):
-        pooled = tables[str(longest)]["pooled"]
+    for style, (name, tables) in enumerate(methods.items()):
+        pooled = tables[length]["pooled"]
         intervals = pooled.get("per_position_intervals") or [None] * longest
         points = [
             Point(i + 1 + 0.06 * (style - 1), 100 * share, *_percent(interval))
@@ -119,6 +122,18 @@ def training_figures(log: TrainingLog, final: dict[str, Any] | None, steps: int)
         _overlap_figure(log, heldout),
         _curve_figure(log, "Gradient norm", lambda r: r["grad_norm"], lambda v: f"{v:.4g}", 0.0),
     ]
+
+
+def loss_figure(logs: dict[str, TrainingLog]) -> Figure:
+    """The training loss of several runs."""
+    series = [
+        Series(
+            name, _thinned([(r["step"] + 1, r["loss"]) for r in log.train]), style, markers=False
+        )
+        for style, (name, log) in enumerate(logs.items())
+    ]
+    note = "sum over TTT steps, nats; comparable where TTT steps and vocabularies are equal"
+    return _steps_figure("Loss", series, lambda v: f"{v:.4g}", None, note)
 
 
 def coverage_figure(aligned: dict[str, Any]) -> Figure:

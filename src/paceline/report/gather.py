@@ -1,7 +1,7 @@
 """Everything that the page tells, read from the folders of a run: nothing is computed anew."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from paceline.contracts import MANIFEST_NAME
 from paceline.errors import UsageError
 from paceline.recipe import STAGES
 from paceline.runlog import TrainingLog, read_log
-from paceline.stages import TIMES_FILE
+from paceline.stages import PLAN_FILE, TIMES_FILE
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,24 @@ class StageRecord:
 
 
 @dataclass(frozen=True)
+class FolderSize:
+    """What a stage's folder takes on the disk."""
+
+    num_bytes: int
+    num_files: int
+
+
+@dataclass(frozen=True)
 class RunRecord:
-    """A run: its finished stages in the order of the work, the training log, seconds per stage."""
+    """A run: its finished stages in the order of the work, the training log, seconds and size per
+    stage, the plan that was made before it."""
 
     folder: Path
     stages: dict[str, StageRecord]
     log: TrainingLog
     seconds: dict[str, float]
+    sizes: dict[str, FolderSize] = field(default_factory=dict)
+    plan: dict[str, Any] | None = None
 
     def result(self, stage: str) -> dict[str, Any] | None:
         """What a stage reported; None where it is not part of the run."""
@@ -59,7 +70,18 @@ def gather(run_dir: Path) -> RunRecord:
         raise UsageError(f"{run_dir} holds no finished stage of paceline")
     stages = {name: found[name] for name in STAGES if name in found}
     log = read_log(stages["train"].folder) if "train" in stages else TrainingLog([], [])
-    return RunRecord(run_dir, stages, log, _seconds(run_dir, stages))
+    sizes = {name: _size(stage.folder) for name, stage in stages.items()}
+    return RunRecord(run_dir, stages, log, _seconds(run_dir, stages), sizes, _plan(run_dir))
+
+
+def _size(folder: Path) -> FolderSize:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return FolderSize(sum(path.stat().st_size for path in files), len(files))
+
+
+def _plan(run_dir: Path) -> dict[str, Any] | None:
+    path = run_dir / PLAN_FILE
+    return json.loads(path.read_text()) if path.is_file() else None
 
 
 def _seconds(run_dir: Path, stages: dict[str, StageRecord]) -> dict[str, float]:

@@ -10,6 +10,11 @@ from paceline.report.charts import duration, methods_of
 from paceline.report.gather import RunRecord
 
 _HEADLINE_LENGTH = 3
+_MODES = {
+    "chain": "server-free: the draft's chains against the target's recorded greedy answers",
+    "decode": "real speculative decoding with transformers",
+    "served": "served by vLLM",
+}
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ def tiles(run: RunRecord) -> list[Tile]:
     found = []
     for name, tables in methods_of(measured).items():
         pooled = tables[k]["pooled"]
-        found.append(Tile(f"{name}, K = {k}", _length(pooled), _interval(pooled)))
+        found.append(Tile(f"{name}, K = {k}", length_text(pooled), interval_text(pooled)))
     return found
 
 
@@ -88,12 +93,23 @@ def verdict(run: RunRecord) -> str:
     )
 
 
+def measured_on(measured: dict[str, Any]) -> str:
+    """What an acceptance was measured on, and how."""
+    pooled = next(iter(measured["results"].values()))["pooled"]
+    answers = f"of split {measured['split']}" if measured.get("split") else "of a prompt set"
+    sampled = measured.get("temperature")
+    return (
+        f"{pooled['conversations']:,} conversations {answers}, {_MODES[measured['mode']]}; dtype "
+        f"{measured['dtype']}" + (f"; temperature {sampled:g}" if sampled else "")
+    )
+
+
 def acceptance_table(measured: dict[str, Any]) -> Table:
     lengths = sorted(measured["results"], key=int)
     rows: list[list[str | tuple[str, str]]] = []
     for name, tables in methods_of(measured).items():
         pooled = [tables[k]["pooled"] for k in lengths]
-        rows.append([name, *((_length(p), _interval(p)) for p in pooled)])
+        rows.append([name, *((length_text(p), interval_text(p)) for p in pooled)])
     steps = [f"{measured['results'][k]['pooled']['verify_steps']:,}" for k in lengths]
     rows.append(["verify steps of the draft", *steps])
     left_out = [measured["results"][k]["pooled"]["left_out"] for k in lengths]
@@ -113,7 +129,7 @@ def source_table(measured: dict[str, Any]) -> Table | None:
         [
             f"{i}. {name}",
             *(
-                (_length(found), _interval(found))
+                (length_text(found), interval_text(found))
                 for found in (measured["results"][k]["sources"][name] for k in lengths)
             ),
             f"{sources[name]['conversations']:,}",
@@ -314,12 +330,12 @@ def vocabulary_facts(aligned: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _length(pooled: dict[str, Any]) -> str:
+def length_text(pooled: dict[str, Any]) -> str:
     value = pooled["acceptance_length"]
     return "n/a" if value is None else f"{value:.2f}"
 
 
-def _interval(pooled: dict[str, Any]) -> str:
+def interval_text(pooled: dict[str, Any]) -> str:
     interval = pooled["interval"]
     return f"{interval[0]:.2f}\u2013{interval[1]:.2f}" if interval else ""
 
