@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paceline.ops import attention, distil, heads, swiglu
+from paceline.ops import adamw, attention, distil, heads, swiglu
 from paceline.ops.kernels import kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -129,3 +129,32 @@ def test_distil(has_mass):
         for name in ("kl", "accepted", "agree"):
             torch.testing.assert_close(getattr(given, name), getattr(expected, name))
         torch.testing.assert_close(given.gradient(by_kl, slope), expected.gradient(by_kl, slope))
+
+
+@pytest.mark.parametrize("has_copy", [True, False])
+def test_adamw(has_copy):
+    step = adamw.AdamWStep(rate=0.1, betas=(0.9, 0.95), weight_decay=0.3, number=3)
+    for scale in (0.7, float("nan"), float("inf")):
+        states = []
+        for function in (kernels("adamw").adamw_, adamw.adamw_torch_):
+            tensors = [random(1500, seed=i) for i in range(4)]
+            tensors[3].abs_()
+            tensors += [torch.zeros(1500, device=DEVICE)] if has_copy else [None]
+            before = tensors[0].clone()
+            function(*tensors, torch.tensor(scale, device=DEVICE), step)
+            assert torch.equal(tensors[0], before) == (scale != 0.7)
+            states.append(tensors)
+        torch.testing.assert_close(*states)
+
+
+def test_the_twin_of_adamw_is_the_rule():
+    weight, gradient, first, second = (random(50, seed=i) for i in range(4))
+    second.abs_()
+    m = 0.9 * first + 0.1 * gradient * 0.5
+    v = 0.95 * second + 0.05 * (gradient * 0.5) ** 2
+    moved = m / (1 - 0.9**3) / ((v / (1 - 0.95**3)).sqrt() + 1e-8)
+    expected = weight * (1 - 0.1 * 0.3) - 0.1 * moved
+    step = adamw.AdamWStep(rate=0.1, betas=(0.9, 0.95), weight_decay=0.3, number=3)
+    half = torch.tensor(0.5, device=DEVICE)
+    adamw.adamw_torch_(weight, gradient, first, second, None, half, step)
+    torch.testing.assert_close((weight, first, second), (expected, m, v))

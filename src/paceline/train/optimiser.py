@@ -4,14 +4,17 @@ import torch
 from torch import nn
 
 from paceline.errors import TrainingError
+from paceline.ops.adamw import AdamWStep, adamw_
 from paceline.recipe import TrainOptions
+
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class MasterAdamW:
     """Keeps float32 masters of a model's trained weights and moves those.
 
-    Gradients of micro-batches are added up in float32; the model's own weights are rounded copies
-    (or, in float32, the masters themselves).
+    Gradients of several micro-batches are added up in float32; the model's own weights are rounded
+    copies (or, in float32, the masters themselves).
     """
 
     def __init__(self, model: nn.Module, options: TrainOptions) -> None:
@@ -20,71 +23,64 @@ class MasterAdamW:
             n: p if p.dtype == torch.float32 else p.detach().float().clone()
             for n, p in self._trained.items()
         }
-        decayed = [p for p in self.masters.values() if p.ndim > 1]
-        plain = [p for p in self.masters.values() if p.ndim <= 1]
-        self._adamw = torch.optim.AdamW(
-            [
-                {"params": decayed, "weight_decay": options.weight_decay},
-                {"params": plain, "weight_decay": 0.0},
-            ],
-            lr=options.learning_rate,
-            betas=options.betas,
-            fused=True,
-        )
-        self._max_grad_norm = options.max_grad_norm
+        zeros = lambda: {n: torch.zeros_like(p) for n, p in self.masters.items()}
+        self._first, self._second, self._num_steps = zeros(), zeros(), 0
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._options = options
 
+    @torch.no_grad()
     def accumulate(self) -> None:
-        """Add the gradients of one backward pass to the masters' and clear them."""
+        """Take over the gradients of one backward pass."""
         for name, weight in self._trained.items():
-            master = self.masters[name]
-            if weight is master or weight.grad is None:
+            new, weight.grad = weight.grad, None
+            if new is None:
                 continue
-            if master.grad is None:
-                master.grad = weight.grad.float()
-            else:
-                master.grad += weight.grad
-            weight.grad = None
+            total = self._gradients.get(name)
+            # One micro-batch alone stays in its own dtype: nothing is gained by widening it.
+            self._gradients[name] = new if total is None else total.float().add_(new)
 
+    @torch.no_grad()
     def step(self, learning_rate: float) -> float:
         """Clip, move the masters, copy them back. Returns the gradient norm before clipping.
 
-        A norm that is not finite raises TrainingError before any weight has moved.
+        A norm that is not finite raises TrainingError; no weight has moved then.
         """
-        norm = float(
-            torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self._max_grad_norm)
-        )
-        if not norm < float("inf"):
-            raise TrainingError(f"gradient norm is {norm}: no weight was moved by this step")
-        for group in self._adamw.param_groups:
-            group["lr"] = learning_rate
-        self._adamw.step()
-        self._adamw.zero_grad(set_to_none=True)
-        self._copy_back()
-        return norm
+        gradients, self._gradients = self._gradients, {}
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients.values()]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        scale = norm * 0 + (self._options.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        for name, gradient in gradients.items():
+            weight, master = self._trained[name], self.masters[name]
+            decay = self._options.weight_decay if master.ndim > 1 else 0.0
+            how = AdamWStep(learning_rate, self._options.betas, decay, self._num_steps + 1)
+            copy = None if weight is master else weight
+            adamw_(master, gradient, self._first[name], self._second[name], copy, scale, how)
+        if not float(norm) < float("inf"):
+            raise TrainingError(f"gradient norm is {float(norm)}: no weight was moved by this step")
+        self._num_steps += 1
+        return float(norm)
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Masters and moments by name, for a checkpoint."""
-        tensors = {f"master.{n}": p.detach() for n, p in self.masters.items()}
+        tensors = {}
         for name, master in self.masters.items():
-            for key, value in self._adamw.state.get(master, {}).items():
-                tensors[f"adamw.{key}.{name}"] = value
+            state = (torch.tensor(self._num_steps), self._first[name], self._second[name])
+            tensors[f"master.{name}"] = master.detach()
+            tensors |= {f"adamw.{k}.{name}": v for k, v in zip(_MOMENTS, state, strict=True)}
         return tensors
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
         """Raises TrainingError where a tensor is missing: nothing restarts from zero in silence."""
         for name, master in self.masters.items():
-            missing = [
-                key
-                for key in (f"master.{name}", *(f"adamw.{k}.{name}" for k in _MOMENTS))
-                if key not in tensors
-            ]
+            keys = [f"adamw.{key}.{name}" for key in _MOMENTS]
+            missing = [key for key in (f"master.{name}", *keys) if key not in tensors]
             if missing:
                 raise TrainingError(f"the checkpoint lacks {', '.join(missing)}")
             master.copy_(tensors[f"master.{name}"])
-            self._adamw.state[master] = {
-                key: tensors[f"adamw.{key}.{name}"].clone() for key in _MOMENTS
-            }
+            self._num_steps = int(tensors[keys[0]])
+            self._first[name].copy_(tensors[keys[1]])
+            self._second[name].copy_(tensors[keys[2]])
         self._copy_back()
 
     @torch.no_grad()
@@ -92,6 +88,3 @@ class MasterAdamW:
         for name, weight in self._trained.items():
             if weight is not self.masters[name]:
                 weight.copy_(self.masters[name])
-
-
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")

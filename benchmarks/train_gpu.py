@@ -1,0 +1,201 @@
+"""One optimiser step of paceline beside the EAGLE-3 trainers of speculators 0.9.0 and SpecForge
+0.2.0 on one GPU: tokens/s, peak memory, share of the matrix-product rate.
+
+    python benchmarks/train_gpu.py --ttt 3 7
+
+needs both peers on the path (`pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0
+specforge==0.2.0`, and of what they ask for pydantic-settings, loguru, openai, datasets, yunchang).
+The shape is that of Llama-3.1-8B with a draft vocabulary of 32,000, three auxiliary states and no
+norm in front of `fc`, 8,192 tokens a step, random data. All train in bfloat16 with torch's fused
+AdamW on bfloat16 weights, and the same weights: speculators freezes the head, SpecForge trains it.
+Each round times every trainer in turn, ROUND_STEPS steps at a stretch; ratios are medians over the
+rounds. The last line of stdout is one JSON object.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+import torch
+from train_common import (
+    LLAMA_8B,
+    PacelineStep,
+    log_normal_lengths,
+    make_data,
+    median_seconds,
+    needed_flops,
+    packed,
+)
+from train_peers import specforge_step, speculators_step
+
+ROUND_STEPS = 8
+TOKENS = 8192
+EQUAL = [1024] * 8
+DEVICE, DTYPE = "cuda", torch.bfloat16
+
+
+@dataclass
+class Trainer:
+    """run(i): step i. peak_gib: most memory that its steps took, its weights included."""
+
+    name: str
+    run: Callable[[int], None]
+    needed_flops: float | None = None
+    peak_gib: float = 0.0
+
+
+def paceline(
+    steps: int,
+    share: float,
+    train_head: bool,
+    batches: Sequence[list[int]],
+    masters: bool = False,
+) -> Trainer:
+    data = [make_data(LLAMA_8B, lengths, share, DTYPE, DEVICE) for lengths in batches]
+    step = PacelineStep(LLAMA_8B, DTYPE, DEVICE, steps, train_head, masters)
+    ready = [packed(LLAMA_8B, one) for one in data]
+    flops = sum(needed_flops(LLAMA_8B, b, steps, train_head) for b in ready) / len(ready)
+    name = f"paceline, {share:.0%} supervised, head {'trained' if train_head else 'frozen'}"
+    name += ", float32 masters" if masters else ""
+    return Trainer(name, lambda i: step(ready[i % len(ready)]), flops)
+
+
+def peer(name: str, make: Callable, steps: int, batches: Sequence[list[int]]) -> Trainer:
+    """What a peer computes does not depend on how much is supervised."""
+    data = [make_data(LLAMA_8B, lengths, 0.5, DTYPE, DEVICE) for lengths in batches]
+    run = make(LLAMA_8B, data, steps, DTYPE, DEVICE)
+    return Trainer(name, run)
+
+
+def warmed(make: Callable[[], Trainer]) -> Trainer:
+    """A trainer that has compiled all it compiles, and its memory above what others hold."""
+    torch.cuda.empty_cache()
+    before, started = torch.cuda.memory_allocated(), perf_counter()
+    trainer = make()
+    for i in range(5):
+        trainer.run(i)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    for i in range(5):
+        trainer.run(i)
+    torch.cuda.synchronize()
+    trainer.peak_gib = (torch.cuda.max_memory_allocated() - before) / 2**30
+    print(f"  {trainer.name}: ready in {perf_counter() - started:.0f} s", file=sys.stderr)
+    return trainer
+
+
+def compare(trainers: Sequence[Trainer], rounds: int, product_rate: float) -> list[dict]:
+    """Tokens/s of each trainer by rounds in turns."""
+    speeds: list[list[float]] = [[] for _ in trainers]
+    for _ in range(rounds):
+        for trainer, seen in zip(trainers, speeds, strict=True):
+            trainer.run(0)
+            torch.cuda.synchronize()
+            started = perf_counter()
+            for i in range(ROUND_STEPS):
+                trainer.run(i)
+            torch.cuda.synchronize()
+            seen.append(TOKENS * ROUND_STEPS / (perf_counter() - started))
+    rows = []
+    for trainer, seen in zip(trainers, speeds, strict=True):
+        row = {
+            "trainer": trainer.name,
+            "tokens_per_s": median(seen),
+            "rounds": seen,
+            "peak_gib": trainer.peak_gib,
+        }
+        if trainer.needed_flops:
+            rate = trainer.needed_flops * median(seen) / TOKENS
+            row |= {"needed_tflops_per_s": rate / 1e12, "of_product_rate": rate / product_rate}
+        rows.append(row)
+    return rows
+
+
+def ratios(rows: list[dict], ours: str, theirs: str) -> dict:
+    """Median over rounds of ours / theirs, and of the memory."""
+    a, b = (next(r for r in rows if r["trainer"].startswith(n)) for n in (ours, theirs))
+    speed = median(x / y for x, y in zip(a["rounds"], b["rounds"], strict=True))
+    return {"speed": speed, "memory": a["peak_gib"] / b["peak_gib"]}
+
+
+def product_rate() -> float:
+    """Operations per second of a product of two random 8192 x 8192 bfloat16 matrices."""
+    a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=DTYPE) for _ in range(2))
+    return 2 * 8192**3 / median_seconds(lambda: a @ b, 20, 5, torch.cuda.synchronize)
+
+
+def equal_documents(steps: int, rounds: int) -> dict:
+    rate = product_rate()
+    trainers = [
+        warmed(lambda: paceline(steps, 0.5, False, [EQUAL])),
+        warmed(lambda: paceline(steps, 0.5, True, [EQUAL])),
+        warmed(lambda: paceline(steps, 0.5, True, [EQUAL], masters=True)),
+        warmed(lambda: paceline(steps, 1.0, False, [EQUAL])),
+        warmed(lambda: paceline(steps, 1.0, True, [EQUAL])),
+        warmed(lambda: peer("speculators", speculators_step, steps, [EQUAL])),
+        warmed(lambda: peer("SpecForge", specforge_step, steps, [EQUAL])),
+    ]
+    rows = compare(trainers, rounds, rate)
+    half, whole = "paceline, 50% supervised, head ", "paceline, 100% supervised, head "
+    pairs = {
+        "half_vs_speculators": (half + "frozen", "speculators"),
+        "half_vs_specforge": (half + "trained", "SpecForge"),
+        "all_vs_speculators": (whole + "frozen", "speculators"),
+        "all_vs_specforge": (whole + "trained", "SpecForge"),
+    }
+    return {
+        "ttt": steps,
+        "product_tflops": rate / 1e12,
+        "rows": rows,
+        "ratios": {key: ratios(rows, *names) for key, names in pairs.items()},
+    }
+
+
+def real_lengths(steps: int, rounds: int) -> dict:
+    """Documents of log-normal lengths, another batch each step. SpecForge pads and is left out."""
+    batches = [log_normal_lengths(TOKENS, seed) for seed in range(4)]
+    trainers = [
+        warmed(lambda: paceline(steps, 0.5, False, batches)),
+        warmed(lambda: peer("speculators", speculators_step, steps, batches)),
+    ]
+    rows = compare(trainers, rounds, product_rate())
+    return {"ttt": steps, "rows": rows, "ratios": ratios(rows, "paceline", "speculators")}
+
+
+def show(title: str, rows: list[dict]) -> None:
+    print(title, file=sys.stderr)
+    for row in rows:
+        share = row.get("of_product_rate")
+        print(
+            f"  {row['trainer']:44s} {row['tokens_per_s']:9,.0f} tokens/s  "
+            f"{row['peak_gib']:5.1f} GiB" + (f"  {share:.2f} of products" if share else ""),
+            file=sys.stderr,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ttt", type=int, nargs="+", default=[3, 7])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-real-lengths", action="store_true")
+    args = parser.parse_args()
+    results = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "equal": []}
+    for steps in args.ttt:
+        results["equal"].append(equal_documents(steps, args.rounds))
+        torch.compiler.reset()
+        show(f"TTT {steps}, documents of 1,024 tokens", results["equal"][-1]["rows"])
+        print(json.dumps(results["equal"][-1]["ratios"]), file=sys.stderr)
+        if not args.no_real_lengths:
+            results.setdefault("log_normal", []).append(real_lengths(steps, args.rounds))
+            torch.compiler.reset()
+            show(f"TTT {steps}, log-normal lengths", results["log_normal"][-1]["rows"])
+            print(json.dumps(results["log_normal"][-1]["ratios"]), file=sys.stderr)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
