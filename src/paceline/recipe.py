@@ -335,8 +335,8 @@ class TrainOptions(StageOptions, TargetOptions, CacheOptions):
     step_decay: float = opt(0.8, "Weight of TTT step j is this to the power j.", gt=0, le=1)
     loss: Literal["kl", "total_variation", "log_acceptance", "hybrid"] = opt(
         "kl",
-        "Loss of a row. kl: against the target's softmax on the draft vocabulary. The others are of "
-        "the chance that a draft token is accepted, against the target's whole softmax: "
+        "Loss of a row. kl: against the target's softmax on the draft vocabulary. The others are "
+        "of the chance a that a draft token is accepted, against the target's whole softmax: "
         "total_variation 1 - a, log_acceptance -log a, hybrid: from kl to total_variation as a "
         "grows.",
     )
