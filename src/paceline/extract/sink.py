@@ -1,14 +1,16 @@
 """Where captured samples go: through the guards into a shard, or into quarantine with a reason."""
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
+from paceline.artefact import disk_errors
 from paceline.contracts import TokenSample
 from paceline.extract.guards import Guards, RowNorms, row_norms
 from paceline.store import ShardWriter, StoreSpec
@@ -71,15 +73,26 @@ def read_lines(folder: Path, pattern: str) -> list[dict[str, Any]]:
     """What all workers wrote to their quarantine or flag files; the last word on each sample."""
     entries: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob(pattern.format(worker="*"))):
-        for line in path.read_text().splitlines():
-            # A line cut off by a kill is dropped: its sample is not published and runs again.
-            if line.endswith("}"):
+        for line in path.read_bytes().split(b"\n"):
+            try:
                 entry = json.loads(line)
-                entries[entry["sample_id"]] = entry
+            except ValueError:
+                # Cut off by a kill or a full disk: its sample is not published and runs again.
+                continue
+            entries[entry["sample_id"]] = entry
     return list(entries.values())
 
 
 def append_line(path: Path, entry: dict[str, Any]) -> None:
-    """One JSON object a line."""
-    with path.open("a") as file:
-        file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+    """One JSON object a line. Raises DiskFullError."""
+    line = json.dumps(entry, ensure_ascii=False).encode() + b"\n"
+    with disk_errors(path), path.open("a+b") as file:
+        # A line that a full disk or a power cut left half must not spoil this one.
+        if file.tell() and not _ends_a_line(file):
+            line = b"\n" + line
+        file.write(line)
+
+
+def _ends_a_line(file: BinaryIO) -> bool:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"
