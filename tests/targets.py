@@ -57,6 +57,7 @@ FAMILIES = {
     "cohere": {"logit_scale": 0.3},
     "granite": {"logits_scaling": 4.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.7},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v2": _MLA,
     "deepseek_v3": _MLA,
 }
 

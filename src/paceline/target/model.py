@@ -30,12 +30,17 @@ def load_model(
 ) -> PreTrainedModel:
     """The target through transformers, in eval mode, without gradients: whole, or a copy that is
     cut down to its first `num_layers` decoder layers, same weights."""
+    options = {}
+    if getattr(target.text_config, "attn_logit_softcapping", None):
+        # Fused attention has no soft-capping, and some transformers leave it out in silence.
+        options["attn_implementation"] = "eager"
     try:
         model = AutoModelForCausalLM.from_pretrained(
             target.folder,
             config=target.config if num_layers is None else _cut_down(target, num_layers),
             dtype=dtype,
             trust_remote_code=target.reference.trust_remote_code,
+            **options,
         )
     except (ValueError, OSError, ImportError) as error:
         raise TargetError(f"{target.folder}: transformers cannot load it: {error}") from error
