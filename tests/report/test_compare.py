@@ -15,22 +15,9 @@ from paceline.report.compare import paired_difference
 from paceline.report.failures import shown
 
 
-@pytest.fixture(scope="module")
-def other_run(tiny_run, tmp_path_factory) -> Path:
-    """The same line, its draft trained for fewer steps at another rate."""
-    folder = tmp_path_factory.mktemp("other") / "short"
-    for stage in ("generate", "prepare", "extract", "align"):
-        shutil.copytree(tiny_run / stage, folder / stage)
-    changes = [f"run_dir={folder}", "train.max_steps=15", "train.learning_rate=1e-3"]
-    paceline.run(str(tiny_run.parent / "recipe.yaml"), changes)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def page(tiny_run, other_run, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("page")
-    result = paceline.report(compare=True, runs=[str(tiny_run), str(other_run)], out=str(out))
-    return Path(result["page"])
+@pytest.fixture
+def page(compare_page) -> Path:
+    return compare_page
 
 
 def _text(page):

@@ -77,6 +77,56 @@ def test_every_figure_is_there(page):
     assert "nan" not in re.sub(r"<style>.*?</style>", "", page, flags=re.S).lower().split()
 
 
+def test_where_drafts_fail_is_what_evaluate_counted(page, tiny_run):
+    told = json.loads((tiny_run / "evaluate" / "result.json").read_text())["failures"]
+    text = _text(page)
+    section = text[text.index("Where drafts fail At") :]
+    assert f"At {told['points']:,} places" in section
+    assert f"{told['right']:,} times ({100 * told['right'] / told['points']:.1f}%)" in section
+    assert told["tokens"]
+    for entry in told["tokens"][:12]:
+        share = f"{100 * entry['right'] / entry['tries']:.0f}% {entry['tries']:,}"
+        assert share in section
+
+
+def test_a_run_whose_failures_were_not_counted_has_no_such_section(tiny_run, tmp_path):
+    folder = _copy(tiny_run, tmp_path, "evaluate")
+    _edit(folder, "evaluate", lambda manifest: manifest["result"].pop("failures"))
+    assert "Where drafts fail" not in render(gather(folder))
+
+
+def test_passages_are_told_with_their_misses_marked(tiny_run, tmp_path):
+    folder = _copy(tiny_run, tmp_path, "evaluate")
+    pieces = [
+        {"id": 1, "text": " <b>", "right": True},
+        {"id": 2, "text": " missed\n", "right": False},
+        {"id": 3, "text": None, "right": False},
+    ]
+    passage = {"sample_id": "s1", "source": "x", "share": 1 / 3, "before": "so", "pieces": pieces}
+    _edit(folder, "evaluate", lambda m: m["result"]["failures"].update(passages=[passage]))
+    page = render(gather(folder))
+    assert "33% right, sample s1, source x" in page
+    assert '<span class="before">so</span> &lt;b&gt;<mark> missed\n</mark><mark>[3] </mark>' in page
+
+
+def test_the_plan_stands_beside_what_came(page, tiny_run):
+    plan = json.loads((tiny_run / "plan.json").read_text())
+    seconds = json.loads((tiny_run / "run.json").read_text())["stages"]
+    text = _text(page)
+    section = text[text.index("Plan and actual What came") : text.index("Options that shaped")]
+    assert plan["data"]["origin"] in section
+    found = sum(p.stat().st_size for p in (tiny_run / "train").rglob("*") if p.is_file())
+    planned = plan["stages"]["train"]["bytes"]
+    assert f"{100 * found / planned:.0f}%" in section
+    share = 100 * seconds["extract"]["seconds"] / plan["stages"]["extract"]["seconds"]
+    assert f"{share:.0f}%" in section
+
+
+def test_a_run_without_a_plan_has_no_such_section(tiny_run, tmp_path):
+    folder = _copy(tiny_run, tmp_path, "evaluate")
+    assert "Plan and actual" not in render(gather(folder))
+
+
 def test_provenance_names_every_stage_and_what_came_from_outside(page, tiny_run):
     text = _text(page)
     for stage in STAGES:

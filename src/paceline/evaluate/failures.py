@@ -101,7 +101,7 @@ class Failures:
     ) -> list[dict[str, Any]]:
         """Tokens whose acceptance is surely low: by the upper end of its 95% interval."""
         tries, right = self._tries[name], self._right[name]
-        often = np.flatnonzero(tries >= _FEWEST_TRIES)
+        often = np.flatnonzero((tries >= _FEWEST_TRIES) & (right < tries))
         bounds = {int(i): _upper_bound(int(right[i]), int(tries[i])) for i in often}
         lowest = sorted(bounds, key=lambda i: (bounds[i], -int(tries[i]), i))[:_NUM_TOKENS]
         entries = []
