@@ -173,7 +173,15 @@ def test_acceptance_is_shown_with_interval_definition_and_what_was_left_out():
     difference |= {"own": 11, "other": 12, "gap": 0.00025}
     lossless = {"equal_outputs": 3, "outputs": 4, "near_ties": 1, "differences": [difference]}
     speed = {"2": {"1": {"tokens_per_s": 30.0, "plain_tokens_per_s": 20.0, "ratio": 1.5}}}
-    show_acceptance(_measured(lossless=lossless, speed=speed), console)
+    timed = {"batch_size": 4, "context": 2048, "predicted": {"1": 1.24, "2": 0.97}, "best": 1}
+    speedup = {
+        "engine": "transformers",
+        "device": "cpu",
+        "acceptance_lengths": {"1": 1.5, "2": 2.0},
+        "table": [timed],
+        "left_out": [(64, 2048)],
+    }
+    show_acceptance(_measured(lossless=lossless, speed=speed, speedup=speedup), console)
     shown = text()
     assert "2.000 [1.50, 2.50]" in shown
     assert "n/a" in shown  # the baseline made no verify step
@@ -182,6 +190,8 @@ def test_acceptance_is_shown_with_interval_definition_and_what_was_left_out():
     assert "3 of 4; of the others 1 differ at a near tie" in shown
     assert "c7, turn 1, K = 2: token 5 is 12 and not 11, log p gap 0.00025" in shown
     assert "1.50" in shown
+    assert "4 at a time" in shown and "1.24" in shown and "0.97" in shown
+    assert "64 at a time with 2,048 tokens do not fit into memory" in shown
 
 
 def test_supervised_tokens_are_marked_where_there_are_no_colours():

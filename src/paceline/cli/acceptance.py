@@ -30,6 +30,7 @@ def show_acceptance(measured: Mapping[str, Any], console: Console) -> None:
     _show_positions(methods, lengths[-1], console)
     _show_sources(measured["results"], lengths, console)
     _show_speed(measured.get("speed", {}), console)
+    _show_predicted(measured.get("speedup"), console)
     console.print(measured["definition"], style="dim")
     for line in _notes(measured):
         console.print(line, style="dim")
@@ -90,6 +91,23 @@ def _show_speed(speed: Mapping[str, Any], console: Console) -> None:
     console.print(table("", columns, rows))
 
 
+def _show_predicted(speedup: Mapping[str, Any] | None, console: Console) -> None:
+    if speedup is None:
+        return
+    lengths = sorted(speedup["acceptance_lengths"], key=int)
+    columns = ["predicted speed-up", "context", *(f"K = {k}" for k in lengths), "best K"]
+    rows = [
+        [
+            f"{found['batch_size']} at a time",
+            count(found["context"]),
+            *(f"{found['predicted'][k]:.2f}" for k in lengths),
+            str(found["best"]) if found["best"] else "none",
+        ]
+        for found in speedup["table"]
+    ]
+    console.print(table("", columns, rows))
+
+
 def _differences(lossless: Mapping[str, Any]) -> Iterator[str]:
     for found in lossless["differences"][:_LISTED_DIFFERENCES]:
         gap = found["gap"]
@@ -122,6 +140,13 @@ def _notes(measured: Mapping[str, Any]) -> Iterator[str]:
             f"{lossless['outputs']:,}; of the others {lossless['near_ties']:,} differ at a near tie"
         )
         yield from _differences(lossless)
+    if speedup := measured.get("speedup"):
+        yield (
+            f"predicted from steps of {speedup['engine']} timed on this {speedup['device']}; "
+            "prefill and scheduling are not in it"
+        )
+        for batch_size, context in speedup["left_out"]:
+            yield f"{batch_size} at a time with {context:,} tokens do not fit into memory"
     if short := measured.get("short_drafts"):
         steps = ", ".join(f"{n:,} at K = {k}" for k, n in short.items())
         yield f"the server drafted fewer tokens than K per step, so many are missing: {steps}"

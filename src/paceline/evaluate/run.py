@@ -20,6 +20,7 @@ from paceline.evaluate.decoding import measure_decode
 from paceline.evaluate.prompts import describe_questions
 from paceline.evaluate.served import measure_served
 from paceline.evaluate.server_free import measure_chain
+from paceline.evaluate.speedup import predict
 from paceline.evaluate.walks import Measured
 from paceline.forms.source import DraftSource, open_draft
 from paceline.recipe import EvaluateOptions
@@ -60,9 +61,8 @@ def run(options: EvaluateOptions) -> dict[str, Any]:
         if options.mode == "served":
             measured = measure_served(options, drafted_by, target, dtype)
         else:
-            draft = drafted_by.load(target, dtype).to(device)
             measure = measure_chain if options.mode == "chain" else measure_decode
-            measured = measure(options, draft, target)
+            measured = measure(options, drafted_by.load(target, dtype).to(device), target)
         result = {
             "definition": definition([int(k) for k in measured.result["results"]]),
             "mode": options.mode,
@@ -72,6 +72,9 @@ def run(options: EvaluateOptions) -> dict[str, Any]:
             "target": asdict(target.reference),
             **measured.result,
         }
+        if options.speedup.predict:
+            draft = drafted_by.load(target, dtype).to(device)
+            result["speedup"] = predict(options.speedup, draft, target, result["results"])
         _write(stage.path, result, measured)
         return stage.finish(result, content=fingerprint.of_json(result))
 
@@ -81,6 +84,8 @@ def _check(options: EvaluateOptions) -> None:
         raise UsageError(
             "evaluate: pass `draft` (a folder of `train`, or a server's checkpoint) and `out`"
         )
+    if options.speedup.predict and not options.draft:
+        raise UsageError("evaluate: speedup.predict times the draft: pass `draft`")
     if options.mode == "chain" and not options.store:
         raise UsageError("evaluate: mode chain needs `store` (a folder of `extract`)")
     if options.mode != "chain" and not (options.data or options.prompts):
