@@ -4,6 +4,7 @@ about a quarter of the bytes at most, are kept in memory until the shard is clos
 
 import json
 import logging
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +29,7 @@ from paceline.store.encoded import (
 from paceline.store.files import AsideFile, shard_numbers, shard_path
 from paceline.store.shard import HEADER_BYTES, Shard, TensorEntry, build_header, bytes_of
 from paceline.store.spec import StoreSpec
+from paceline.store.stream import AppendStream
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,8 @@ _ENTRY_BYTES = 44
 _FIXED_BYTES = 256
 # What follows the streamed tensor starts at a multiple of this, so that any tool can map it.
 _ALIGN_BYTES = 8
+# Small tensors are joined to this size before they are written.
+_JOIN_BYTES = 2 << 20
 
 
 class ShardWriter:
@@ -46,12 +50,17 @@ class ShardWriter:
     visible before its shard is whole. As a context manager: closed (the last shard published) on
     success; on an exception, the shard that is not full is given up.
 
-    A full shard is flushed and published in a thread, while the next one is filled: an engine must
-    not wait for a disk. What fails there is raised by the next `add` that fills a shard, or by
-    `close`. In a run that announced a byte budget, a writer that needs room waits for the reader.
+    States are written, and full shards flushed and published, in threads: an engine must not wait
+    for a disk. What fails there is raised by a later `add`, or by `close`. In a run that announced
+    a byte budget, a writer that needs room waits for the reader.
+
+    num_lanes: shards that grow side by side, samples going to them in turns. A file system lets one
+    thread at a time write into a file, so one lane is as fast as one file is.
     """
 
-    def __init__(self, folder: str | Path, spec: StoreSpec, worker: int = 0) -> None:
+    def __init__(
+        self, folder: str | Path, spec: StoreSpec, worker: int = 0, num_lanes: int = 1
+    ) -> None:
         self.folder = Path(folder)
         self.spec = spec
         self.worker = worker
@@ -59,9 +68,8 @@ class ShardWriter:
         self._codec = codec_of(spec)
         self._budget = budget_of(self.folder)
         self._seen: set[str] = set()
-        self._shard: _ShardInWork | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-publish")
-        self._publishing: Future[None] | None = None
+        # With a budget one: a lane that waits for room would hold up the shards of the others.
+        self._lanes = [_Lane() for _ in range(1 if self._budget else num_lanes)]
         self._refuse_other_store()
 
     def add(self, sample: TokenSample, aux: torch.Tensor, last: torch.Tensor) -> None:
@@ -85,16 +93,17 @@ class ShardWriter:
         self._keep(stored.sample, stored.parts)
 
     def _keep(self, sample: TokenSample, encoded: Parts) -> None:
+        lane = self._lanes[self.num_samples % len(self._lanes)]
         num_bytes = _most_bytes(sample, encoded)
-        if self._shard and self._shard.num_bytes + num_bytes > self.spec.shard_bytes:
-            self._publish()
-        if self._budget:
-            self._budget.check_reader()
-        if self._shard is None:
-            file = self._budget.claim() if self._budget else AsideFile(self.folder)
-            self._shard = _ShardInWork(file, self.spec, self._codec)
         try:
-            self._shard.add(sample, encoded)
+            if lane.shard and lane.shard.num_bytes + num_bytes > self.spec.shard_bytes:
+                lane.publish(self.worker)
+            if self._budget:
+                self._budget.check_reader()
+            if lane.shard is None:
+                file = self._budget.claim() if self._budget else AsideFile(self.folder)
+                lane.shard = _ShardInWork(file, self.spec, self._codec, lane.stream)
+            lane.shard.add(sample, encoded)
         except BaseException:
             self.discard()
             raise
@@ -102,21 +111,22 @@ class ShardWriter:
         self.num_samples += 1
 
     def close(self) -> None:
-        """Publish the last shard and wait until all are published. The writer can go on."""
+        """Publish the last shards and wait until all are published. The writer can go on."""
         try:
-            if self._shard:
-                self._publish()
-            self._wait()
+            for lane in self._lanes:
+                lane.publish(self.worker)
+            for lane in self._lanes:
+                lane.wait()
         except BaseException:
             self.discard()
             raise
 
     def discard(self) -> None:
-        """Give up the shard that is not full; whole ones are published."""
-        if self._shard:
-            shard, self._shard = self._shard, None
-            shard.discard()
-        self._wait()
+        """Give up the shards that are not full; whole ones are published."""
+        for lane in self._lanes:
+            lane.discard()
+        for lane in self._lanes:
+            lane.wait()
 
     def __enter__(self) -> Self:
         return self
@@ -131,31 +141,6 @@ class ShardWriter:
             self.close()
         else:
             self.discard()
-
-    def _publish(self) -> None:
-        # One at a time: more would only pile up memory in front of a slow disk.
-        self._wait()
-        shard, self._shard = self._shard, None
-        self._publishing = self._thread.submit(self._publish_now, shard)
-
-    def _wait(self) -> None:
-        if self._publishing:
-            publishing, self._publishing = self._publishing, None
-            publishing.result()
-
-    def _publish_now(self, shard: "_ShardInWork") -> None:
-        try:
-            path = shard.publish()
-        except BaseException:
-            shard.discard()
-            raise
-        logger.info(
-            "worker %d: %s, %d samples, %d bytes",
-            self.worker,
-            path.name,
-            shard.num_samples,
-            shard.num_bytes,
-        )
 
     def _refuse_other_store(self) -> None:
         for number in shard_numbers(self.folder)[:1]:
@@ -191,10 +176,54 @@ class ShardWriter:
             raise StoreError(f"sample {sample.sample_id}: " + "; ".join(problems))
 
 
+class _Lane:
+    """One shard after another: one grows while the one before it is published."""
+
+    def __init__(self) -> None:
+        self.stream = AppendStream()
+        self.shard: _ShardInWork | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-publish")
+        self._publishing: Future[None] | None = None
+
+    def publish(self, worker: int) -> None:
+        """Publish the shard, if there is one, in a thread."""
+        # One at a time: more would only pile up memory in front of a slow disk.
+        self.wait()
+        if self.shard:
+            self.stream.finish()
+            shard, self.shard = self.shard, None
+            self._publishing = self._thread.submit(_publish, shard, worker)
+
+    def wait(self) -> None:
+        """Raises what the publishing of the shard before failed with."""
+        if self._publishing:
+            publishing, self._publishing = self._publishing, None
+            publishing.result()
+
+    def discard(self) -> None:
+        self.stream.give_up()
+        if self.shard:
+            shard, self.shard = self.shard, None
+            shard.discard()
+
+
+def _publish(shard: "_ShardInWork", worker: int) -> None:
+    try:
+        path = shard.publish()
+    except BaseException:
+        shard.discard()
+        raise
+    logger.info(
+        "worker %d: %s, %d samples, %d bytes", worker, path.name, shard.num_samples, shard.num_bytes
+    )
+
+
 class _ShardInWork:
     """One shard while it grows: the first part of `aux` in the aside file, the rest in memory."""
 
-    def __init__(self, file: AsideFile, spec: StoreSpec, codec: Codec) -> None:
+    def __init__(
+        self, file: AsideFile, spec: StoreSpec, codec: Codec, stream: AppendStream
+    ) -> None:
         self.spec = spec
         self.num_samples = 0
         # Never less than what the file will have, so that no shard outgrows its limit.
@@ -212,6 +241,8 @@ class _ShardInWork:
         self._streamed_bytes = 0
         self._streamed_hash = checksum.new()
         self._file = file
+        self._stream = stream
+        stream.begin(file, HEADER_BYTES)
 
     def add(self, sample: TokenSample, encoded: Parts) -> None:
         self._held["input_ids"].append(torch.from_numpy(sample.input_ids).clone())
@@ -239,10 +270,11 @@ class _ShardInWork:
             return
         data = bytes_of(tensor)
         self._streamed_hash.update(data)
-        self._file.write_at(HEADER_BYTES + self._streamed_bytes, data)
+        self._stream.append(data)
         self._streamed_bytes += len(data)
 
     def publish(self) -> Path:
+        """Once the stream is finished: write the rest and show the shard."""
         tensors = self._finished_tensors()
         first = self._parts["aux"][0]
         rows = self._offsets[-1][1]
@@ -250,13 +282,15 @@ class _ShardInWork:
         entries = [TensorEntry("aux", first.dtype, shape, 0, self._streamed_bytes)]
         checksums = {"aux": self._streamed_hash.hexdigest()}
         end = self._streamed_bytes
-        for name, tensor in tensors.items():
-            data = bytes_of(tensor)
-            self._file.write_at(HEADER_BYTES + end, data)
-            checksums[name] = checksum.of(data)
-            shape = tuple(tensor.shape)
-            entries.append(TensorEntry(name, tensor.dtype, shape, end, end + len(data)))
-            end += len(data)
+        for name, pieces in tensors.items():
+            start, digest = end, checksum.new()
+            for data in _joined(pieces):
+                digest.update(data)
+                self._file.write_at(HEADER_BYTES + end, data)
+                end += len(data)
+            checksums[name] = digest.hexdigest()
+            shape = (sum(map(len, pieces)), *pieces[0].shape[1:])
+            entries.append(TensorEntry(name, pieces[0].dtype, shape, start, end))
         header = build_header(entries, self.spec, checksums, self.num_samples)
         self._file.write_at(0, header)
         self.num_bytes = HEADER_BYTES + end
@@ -265,10 +299,10 @@ class _ShardInWork:
     def discard(self) -> None:
         self._file.discard()
 
-    def _finished_tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors but the streamed one, in file order: the wider their elements, the earlier,
-        so that each is aligned."""
-        tensors = {name: torch.cat(pieces) for name, pieces in self._held.items()}
+    def _finished_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """All tensors but the streamed one, in pieces, in file order: the wider their elements, the
+        earlier, so that each is aligned."""
+        tensors = {}
         tensors["offsets"] = torch.tensor(self._offsets, dtype=torch.int64)
         for name, ends in self._byte_offsets.items():
             tensors[f"{name}.offsets"] = torch.tensor(ends, dtype=torch.int64)
@@ -278,9 +312,23 @@ class _ShardInWork:
         )
         text = json.dumps(self._columns, ensure_ascii=False, separators=(",", ":"))
         tensors["samples"] = _from_bytes(text.encode())
-        in_order = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+        pieces = self._held | {name: [tensor] for name, tensor in tensors.items()}
+        in_order = sorted(pieces.items(), key=lambda item: (-item[1][0].dtype.itemsize, item[0]))
         pad = torch.zeros(-self._streamed_bytes % _ALIGN_BYTES, dtype=torch.uint8)
-        return {"pad": pad, **dict(in_order)}
+        return {"pad": [pad], **dict(in_order)}
+
+
+def _joined(pieces: list[torch.Tensor]) -> Iterator[memoryview]:
+    """The bytes of tensors one after another, not all joined at once: they may be gigabytes."""
+    group, num_bytes = [], 0
+    for piece in pieces:
+        group.append(piece)
+        num_bytes += piece.nbytes
+        if num_bytes >= _JOIN_BYTES:
+            yield bytes_of(torch.cat(group))
+            group, num_bytes = [], 0
+    if group:
+        yield bytes_of(torch.cat(group))
 
 
 def _most_bytes(sample: TokenSample, encoded: Parts) -> int:
