@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import logging
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import paceline
-from paceline.errors import DiskFullError, UsageError
+from paceline.errors import DiskFullError, StoreCorruption, UsageError
 from paceline.store import Store
 
 from .foreign import AUX, NUM_LAYERS, Told, assert_kept, eagle, save_small_target, tell, write_torch
@@ -104,6 +105,18 @@ def test_speculators_files(tmp_path: Path, store: Path, told: list[Told]) -> Non
     # 0.3 counts outputs of layers, 0.9 counts as paceline.
     assert ids["a"]["layer_ids"] == [k - 1 for k in [*AUX, NUM_LAYERS]]
     assert ids["b"]["layer_ids"] == [*AUX, NUM_LAYERS]
+
+
+def test_inspect_finds_a_changed_file(tmp_path: Path, store: Path) -> None:
+    paceline.export_store(str(store), out=str(tmp_path), limit=2)
+    assert paceline.inspect(str(tmp_path), verify=True)["verified"]
+    with (tmp_path / "hs_1.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    with pytest.raises(StoreCorruption, match="holds other content than its manifest says"):
+        paceline.inspect(str(tmp_path), verify=True)
 
 
 @pytest.mark.parametrize("layout", ["eagle", "speculators_0.3"])

@@ -16,6 +16,7 @@ from paceline.store import Store
 from paceline.store.files import shard_path
 from paceline.target.model import TeacherHead
 from paceline.target.spec import Target, TargetReference
+from tests.tiny_line import program
 
 from .foreign import (
     AUX,
@@ -305,3 +306,22 @@ def test_E11_a_second_run_makes_nothing_again(
     late.write_bytes(_bytes_of(eagle(told[0])) + b"more")
     with pytest.raises(FingerprintMismatch, match=r"data_3\.ckpt has changed since it was stored"):
         take(source, out, target)
+
+
+def test_the_program_says_where_every_file_went(
+    tmp_path: Path, target: Path, told: list[Told]
+) -> None:
+    source = rows_tree(tmp_path / "theirs", told)
+    (source / "rows_0-2000/data_9.pt").write_bytes(b"nothing")
+    done = program(
+        *("import-store", source, "--target", target, "--out", tmp_path / "store", "--json"),
+        *(word for k in AUX for word in ("--layers", str(k))),
+        *("--layer-convention", "hidden_state_index", "--last-norm", "pre"),
+        *("--max-quarantined-share", "0.5"),
+    )
+    assert done.returncode == 1
+    accounting = json.loads(done.stdout)["accounting"]
+    reason = "is neither safetensors nor of torch.save"
+    assert accounting == {"in": 6, "done": 5, "quarantined": {reason: 1}, "skipped": {}}
+    assert "data_9.pt: is neither safetensors" in done.stderr
+    assert "1 of 6 files are not in the store" in done.stderr
