@@ -19,6 +19,7 @@ from paceline.dataset import (
     read_batches,
     read_part,
     read_record,
+    source_of,
     write_part,
 )
 from paceline.errors import DataError, UsageError
@@ -140,3 +141,8 @@ def test_columns_can_be_read_in_batches(tmp_path: Path) -> None:
     assert [batch.num_rows for batch in batches] == [4, 4, 2]
     lengths = [length for batch in batches for length in batch.column("input_ids").value_lengths()]
     assert [length.as_py() for length in lengths] == list(range(1, 11))
+
+
+def test_a_source_is_named_by_its_file_or_a_question_file_by_its_folder(tmp_path):
+    assert source_of(Path("chats.v2.jsonl.gz")) == "chats"
+    assert source_of(tmp_path / "mt_bench" / "question.jsonl") == "mt_bench"

@@ -36,6 +36,13 @@ SCHEMA = pa.schema(
 PLAIN_COLUMNS = tuple(name for name in SCHEMA.names if name not in ("input_ids", "loss_mask"))
 
 
+def source_of(file: Path) -> str:
+    """The source of rows that name none: chats.jsonl.gz -> chats; mt_bench/question.jsonl ->
+    mt_bench, since the field's question files are all called so."""
+    stem = file.name.split(".")[0]
+    return file.resolve().parent.name if stem == "question" else stem
+
+
 def part_path(folder: Path, number: int) -> Path:
     return folder / PARTS_FOLDER / f"{number:05d}.parquet"
 

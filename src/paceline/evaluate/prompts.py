@@ -15,14 +15,11 @@ from jinja2 import TemplateError
 
 from paceline import fingerprint
 from paceline.artefact import describe_input, load_finished
-from paceline.dataset import TokenDataset
+from paceline.dataset import TokenDataset, source_of
 from paceline.errors import DataError, EvaluationError, TargetError, UsageError
 from paceline.evaluate.spans import answer_spans
 from paceline.recipe import EvaluateOptions
 from paceline.target.spec import Target
-
-# A file of this name says nothing; its folder's name does (mt_bench/question.jsonl).
-_NAMELESS = ("question", "questions", "prompts")
 
 
 @dataclass
@@ -176,14 +173,8 @@ def _files(options: EvaluateOptions) -> list[Path]:
     return files
 
 
-def set_name(file: Path) -> str:
-    """mt_bench/question.jsonl -> mt_bench; my-set.jsonl -> my-set."""
-    stem = file.name.split(".")[0]
-    return file.resolve().parent.name if stem in _NAMELESS else stem
-
-
 def _of_file(file: Path, options: EvaluateOptions) -> Iterator[Chat]:
-    source = set_name(file)
+    source = source_of(file)
     lines = (line for line in file.read_bytes().split(b"\n") if line.strip())
     for number, line in enumerate(lines):
         if number == options.limit:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.answers.engine import LENGTH, STOP, Answer, AnswerEngine, Prompt, Sampling
+from paceline.dataset import source_of
 from paceline.errors import EngineError
 from paceline.prepare.conversation import ASSISTANT, Message, canonical_message
 from paceline.prepare.journal import Journal
@@ -81,7 +82,7 @@ class Answerer:
         works = []
         for index, row in enumerate(rows):
             try:
-                plan = answer_plan(parse_row(row), row.file.name.split(".")[0])
+                plan = answer_plan(parse_row(row), source_of(row.file))
                 works.append(_Work(index, row, plan))
             except RowError as error:
                 skipped.append(_skip(row, error))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.contracts import HELDOUT_SPLIT, TRAIN_SPLIT, TokenSample
+from paceline.dataset import source_of
 from paceline.errors import DataError
 from paceline.prepare.conversation import Conversation, conversation
 from paceline.prepare.cutting import cut, has_target
@@ -141,7 +142,7 @@ class Converter:
         pending = _Pending(row)
         try:
             values = parse_row(row)
-            identity = identify(values, default_source=row.file.name.split(".")[0])
+            identity = identify(values, default_source=source_of(row.file))
             pending.row_id = identity.id or None
             pending.content = self._content(values, identity)
             self._admit(pending.content)
