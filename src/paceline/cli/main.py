@@ -19,6 +19,7 @@ from paceline import __version__
 from paceline.cli import (
     align,
     codec_report,
+    doctor,
     evaluate,
     exchange,
     export,
@@ -50,6 +51,7 @@ COMMANDS: tuple[Command, ...] = (
     export.COMMAND,
     report.COMMAND,
     inspect.COMMAND,
+    doctor.COMMAND,
     codec_report.COMMAND,
     exchange.IMPORT_COMMAND,
     exchange.EXPORT_COMMAND,

@@ -10,6 +10,7 @@ from typing import Any, Self
 from rich import box
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
 from rich.table import Table
 
 # What rich takes where there is no terminal to ask; its own 80 columns cut tables.
@@ -102,7 +103,7 @@ def facts(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
     made.add_column(style="dim", no_wrap=True)
     made.add_column(overflow="fold")
     for name, value in pairs:
-        made.add_row(name, value)
+        made.add_row(name, escape(value))
     return made
 
 
@@ -117,3 +118,12 @@ def share(value: float | None) -> str:
 def counts(mapping: dict[str, int]) -> str:
     """{reason: n} in words."""
     return ", ".join(f"{name} {n:,}" for name, n in mapping.items()) or "none"
+
+
+def size(num_bytes: float) -> str:
+    """1,536 -> `1.5 kB`; powers of 1,000, as disks are sold."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}" if num_bytes < 100 else f"{num_bytes:.0f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.2f} TB"

@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Console
 
 from paceline.cli.command import Command
-from paceline.cli.output import count, facts, table
+from paceline.cli.output import count, facts, size, table
 from paceline.recipe import PlanOptions
 
 
@@ -52,15 +52,6 @@ def problems(result: dict[str, Any]) -> list[str]:
         f"plan: {disk['folder']} has {size(disk['free'])} free, the run needs "
         f"{size(disk['needed'])} at its largest: make room, or choose a smaller codec or less data"
     ]
-
-
-def size(num_bytes: float) -> str:
-    """1,536 -> `1.5 kB`; powers of 1,000, as disks are sold."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}" if num_bytes < 100 else f"{num_bytes:.0f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:,.2f} TB"
 
 
 def duration(seconds: float | None) -> str:
