@@ -89,6 +89,7 @@ def train_draft(out: Path, num_rows: int, steps: int) -> str:
         batch_rows=256,
         learning_rate=2e-3,
         logit_chunk=512,
+        checkpoint_every=40,
     )
     return folder["train"]
 

@@ -17,6 +17,7 @@ from paceline.report.compare import Comparison, comparison
 from paceline.report.failures import failures
 from paceline.report.gather import RunRecord, gather
 from paceline.report.planned import planned
+from paceline.report.speed import speed
 
 PAGE_FILE = "index.html"
 
@@ -82,6 +83,7 @@ def render(record: RunRecord, title: str | None = None) -> str:
         tiles=sections.tiles(record),
         verdict=sections.verdict(record),
         acceptance=_acceptance(record),
+        speed=speed(record.result("evaluate")),
         failures=failures(record.result("evaluate")),
         planned=planned(record),
         training=_training(record),

@@ -110,11 +110,11 @@ def acceptance_table(measured: dict[str, Any]) -> Table:
     for name, tables in methods_of(measured).items():
         pooled = [tables[k]["pooled"] for k in lengths]
         rows.append([name, *((length_text(p), interval_text(p)) for p in pooled)])
-    steps = [f"{measured['results'][k]['pooled']['verify_steps']:,}" for k in lengths]
+    steps = [f"{measured['results'][k]['pooled']['verify_steps']:,.0f}" for k in lengths]
     rows.append(["verify steps of the draft", *steps])
     left_out = [measured["results"][k]["pooled"]["left_out"] for k in lengths]
     if any(left_out):
-        rows.append(["steps left out", *(f"{n:,}" for n in left_out)])
+        rows.append(["steps left out", *(f"{n:,.0f}" for n in left_out)])
     return Table(["acceptance length", *(f"K = {k}" for k in lengths)], rows)
 
 
