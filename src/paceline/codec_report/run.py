@@ -1,6 +1,5 @@
 """The `codec-report` verb: one store in every codec, and what each costs."""
 
-import logging
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ from paceline.recipe import CodecReportOptions, SubsetStoreOptions
 from paceline.store import Store
 from paceline.target.model import TeacherHead
 from paceline.target.spec import Target, open_target
-
-logger = logging.getLogger(__name__)
 
 RESULT_FILE = "result.json"
 _RAW = "raw"
@@ -66,7 +63,7 @@ def _measure(
         is_normed=plain.spec.last_is_normed,
     )
     lab = DraftLab(options, stage.path / "drafts", stores)
-    codecs = {_RAW: {**_sizes(plain)}}
+    codecs: dict[str, dict[str, Any]] = {_RAW: _sizes(plain)}
     for codec in options.codecs:
         pairs = Pairs(plain, Store(stores[codec]))
         errors, is_same = errors_of(pairs)
