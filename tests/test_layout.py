@@ -158,7 +158,8 @@ def test_importing_loads_neither_torch_nor_transformers(statement):
 
 
 def test_every_verb_is_a_function():
-    for name in ("prepare", "extract", "align", "train", "evaluate", "export", "report", "run"):
+    verbs = ("prepare", "extract", "align", "train", "evaluate", "export", "report")
+    for name in (*verbs, "run", "plan", "doctor"):
         assert callable(getattr(paceline, name)), name
     assert callable(paceline.generate)
     assert callable(paceline.inspect)

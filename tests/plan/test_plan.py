@@ -58,6 +58,19 @@ def test_the_store_is_as_large_as_planned(tmp_path, codec, layers):
     assert planned["files"] - 4 == pytest.approx(len(shards), abs=1)
 
 
+def test_a_stream_needs_the_room_of_its_budget(tmp_path):
+    save_target(tmp_path / "target")
+    write_rows(tmp_path / "rows.jsonl", 30)
+    extract = {"layers": TINY_LAYERS, "dtype": "float32"}
+    whole = paceline.plan(_recipe(tmp_path, extract=extract), flops=1e12)
+    narrow = {**extract, "stream_bytes": 40_000, "shard_bytes": 5_000}
+    stream = paceline.plan(_recipe(tmp_path, extract=narrow), flops=1e12)
+    saved = whole["stages"]["extract"]["bytes"] - stream["stages"]["extract"]["bytes"]
+    assert saved > 0
+    assert stream["stages"]["extract"]["bytes"] - (8 << 10) == 40_000
+    assert whole["total"]["bytes"] - stream["total"]["bytes"] == saved
+
+
 def test_a_whole_run_is_as_large_as_planned(tiny_run):
     """Every folder of a finished run, the answers taken as data."""
     recipe = load_recipe(

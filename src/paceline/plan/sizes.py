@@ -129,7 +129,11 @@ def extract_footprint(
         f"{share}{bound}, + {round(size.tokens + size.entries + size.index):,} of ids, masks and "
         "index"
     )
-    total = size.total + _SMALL_BYTES
+    total = size.total
+    if options.stream_bytes and options.stream_bytes < total:
+        total = options.stream_bytes
+        how += f"; of these {size.total:,} at most {total:,} stand at a time (stream_bytes)"
+    total += _SMALL_BYTES
     files = size.num_shards + 1 + 1 + _SMALL_FILES + (options.workers - 1)
     return Footprint(total, total, files, how), size
 
