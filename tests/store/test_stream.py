@@ -94,6 +94,11 @@ def batches(store: Follower | Store, start: int = 0) -> Iterator[tuple[list[int]
                 yield group, windows - (group is not groups[-1])
 
 
+def checkpoint(store: Follower, group: list[int], windows: int) -> None:
+    """What a training does that checkpoints after every group."""
+    (store.release if group else store.answer_pause)(windows)
+
+
 def read_ids(
     folder: Path,
     start: int = 0,
@@ -120,7 +125,7 @@ def read_ids(
                 assert same_bytes(batch.aux[rows], aux[: record.num_aux_rows])
             if batch.records:
                 seen.append([r.sample_id for r in batch.records])
-            store.release(done[number])
+            checkpoint(store, batch.records, done[number])
             if len(seen) == limit:
                 break
     return seen
@@ -189,8 +194,8 @@ def test_a_stream_that_fits_stays_and_is_read_in_the_same_order_again(tmp_path: 
 
 
 def test_the_order_depends_on_no_clock(tmp_path: Path) -> None:
-    """One writer's shards are read in pairs, however slow either side and however small the room:
-    the states of a training are then the same."""
+    """One writer's shards are read in their order, however slow either side and however small the
+    room: a training's steps are then the same."""
     orders = []
     for name, budget in (("wide", None), ("tight", 3 * SPEC.shard_bytes), ("wider", BUDGET)):
         folder = tmp_path / name
@@ -228,8 +233,9 @@ def test_a_writer_that_is_killed_is_told_and_the_pair_goes_on(tmp_path: Path, wh
         follow(folder, order_of(folder), wait_s=60) as store,
     ):
         for group, done in batches(store):
-            seen.append([store.records[i].sample_id for i in group])
-            store.release(done)
+            if group:
+                seen.append([store.records[i].sample_id for i in group])
+            checkpoint(store, group, done)
     assert wait(pid, reading) == -signal.SIGKILL
     # The reader starts first: what the dead writer left behind must not end it at once.
     child = in_child(lambda _: write(folder))
@@ -264,13 +270,13 @@ def test_a_reader_that_is_killed_is_told_and_the_pair_goes_on(
 
     def read_and_die(writing: int) -> None:
         with follow(folder, order_of(folder), wait_s=60) as store:
-            for number, (_, done) in enumerate(batches(store), start=1):
-                store.release(done)
+            for number, (group, done) in enumerate(batches(store), start=1):
+                checkpoint(store, group, done)
                 if number == 6:
                     os.kill(os.getpid(), signal.SIGKILL)
 
     def wait_for_death(number: int) -> None:
-        while number == 60 and (reader := look(folder, READER)) and reader.state != DEAD:
+        while number == 60 and not ((reader := look(folder, READER)) and reader.state == DEAD):
             os.sched_yield()
 
     pid, reading = in_child(read_and_die)
@@ -327,10 +333,10 @@ def test_a_full_budget_asks_for_a_release(tmp_path: Path) -> None:
     num_asked = 0
     with follow(folder, order_of(folder), wait_s=60) as store:
         for group, done in batches(store):
+            # A training that checkpoints only when it is asked to.
             if not group:
-                # Only now does this training checkpoint.
                 num_asked += 1
-                store.release(done)
+                store.answer_pause(done)
     assert wait(*child) == 0
     assert 2 <= num_asked <= len(SAMPLES) / 8
 
@@ -342,8 +348,9 @@ def test_a_budget_that_nothing_can_leave_is_an_error(tmp_path: Path) -> None:
         pytest.raises(StreamError, match="Raise `stream_bytes` of extract"),
         follow(folder, order_of(folder), wait_s=60) as store,
     ):
-        for _ in store.windows("train"):
-            store.release(0)
+        for window in store.windows("train"):
+            if window is None:
+                store.answer_pause(0)
     # The writer hears of it too.
     assert wait(*child) == 1
 
@@ -354,8 +361,8 @@ def test_shards_with_held_out_samples_stay(tmp_path: Path) -> None:
     samples = [*heldout, *SAMPLES[6:]]
     child = in_child(lambda _: write(folder, samples=samples))
     with follow(folder, order_of(folder), wait_s=60) as store:
-        for _, done in batches(store):
-            store.release(done)
+        for group, done in batches(store):
+            checkpoint(store, group, done)
             kept = [store.read(i).record.sample_id for i in store.split("heldout")]
             assert kept == [s.sample_id for s in heldout]
     assert wait(*child) == 0

@@ -33,10 +33,10 @@ class EngineInfo:
 class Engine(Protocol):
     """Runs a target and hands over its hidden states.
 
-    `capture` runs every sample once and writes it through a sink of the destination, in whatever
-    process the states are in; what fails is rejected there with its reason. `on_tokens` is told
-    of tokens done. `greedy` continues prompts (int32 arrays) by the engine's own most likely
-    tokens, end of turn ignored, exactly `num_tokens` each.
+    `capture` runs every sample that the destination misses and writes it through a sink of the
+    destination, in whatever process the states are in; what fails is rejected there with its
+    reason. `on_tokens` is told of tokens done. `greedy` continues prompts (int32 arrays) by the
+    engine's own most likely tokens, end of turn ignored, exactly `num_tokens` each.
     """
 
     info: EngineInfo

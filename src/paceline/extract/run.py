@@ -95,7 +95,8 @@ def _extract(
     samples, accounting = _usable_samples(data, target)
     published = published_ids(stage.path)
     rejected = {e["sample_id"] for e in read_lines(stage.path, QUARANTINE_PATTERN)}
-    remaining = [s for s in samples if s.sample_id not in published | rejected]
+    done = frozenset(published | rejected)
+    remaining = [s for s in samples if s.sample_id not in done]
     _check_disk(stage.path, remaining, spec, options.stream_bytes)
     announced = {
         "target": asdict(target.reference),
@@ -115,8 +116,8 @@ def _extract(
                     ranges = tuple(map(tuple, start["probe"]["rms_ranges"]))
                     guards = Guards(plan, target.hidden_size, ranges)
                     captured = time.perf_counter()
-                    destination = Destination(stage.path, spec, guards)
-                    tokens = _capture(engine, remaining, destination, plan)
+                    destination = Destination(stage.path, spec, guards, done)
+                    tokens = _capture(engine, samples, destination, plan)
                     timing = {
                         "start_s": captured - opened,
                         "capture_s": time.perf_counter() - captured,
@@ -190,7 +191,7 @@ def _capture(
     engine: Engine, samples: list[TokenSample], destination: Destination, plan: LayerPlan
 ) -> int:
     """Returns how many tokens ran."""
-    total = sum(s.num_aux_rows + 1 for s in samples)
+    total = sum(s.num_aux_rows + 1 for s in destination.missing(samples))
     with progress_bar("extract", total, "tok") as bar:
         for group in capture_order(samples):
             engine.capture(group, plan, destination, bar.advance)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +22,12 @@ FLAGS_PATTERN = "flags-{worker}.jsonl"
 class Sink:
     """One worker's way into the store. Each sample is added or rejected once."""
 
-    def __init__(self, folder: Path, writer: ShardWriter, guards: Guards, worker: int) -> None:
+    def __init__(self, destination: "Destination", writer: ShardWriter, worker: int) -> None:
         self._writer = writer
-        self._guards = guards
-        self._quarantine = folder / QUARANTINE_PATTERN.format(worker=worker)
-        self._flags = folder / FLAGS_PATTERN.format(worker=worker)
+        self._guards = destination.guards
+        self._done = destination.done
+        self._quarantine = destination.folder / QUARANTINE_PATTERN.format(worker=worker)
+        self._flags = destination.folder / FLAGS_PATTERN.format(worker=worker)
 
     def add(
         self,
@@ -35,10 +36,13 @@ class Sink:
         last: torch.Tensor,
         norms: RowNorms | None = None,
     ) -> None:
-        """aux [>= num_aux_rows, A, D], last [M, D]. A sample that fails a guard is rejected.
+        """aux [>= num_aux_rows, A, D], last [M, D]. A sample that fails a guard is rejected; one
+        that an earlier run has done is left as it is.
 
         norms: of these rows, where the engine has computed them beside the states.
         """
+        if sample.sample_id in self._done:
+            return
         norms = norms or row_norms(aux[: sample.num_aux_rows], last)
         fault = self._guards.fault(sample, aux, last, norms)
         if fault:
@@ -56,17 +60,25 @@ class Sink:
 
 @dataclass(frozen=True)
 class Destination:
-    """A store in the making, as a value that can be sent to a worker process."""
+    """A store in the making, as a value that can be sent to a worker process.
+
+    done: ids of the samples that earlier runs stored or rejected; `capture` need not run them.
+    """
 
     folder: Path
     spec: StoreSpec
     guards: Guards
+    done: frozenset[str] = frozenset()
+
+    def missing(self, samples: Iterable[TokenSample]) -> Iterator[TokenSample]:
+        """The samples that are not done."""
+        return (sample for sample in samples if sample.sample_id not in self.done)
 
     @contextmanager
     def open(self, worker: int = 0) -> Iterator[Sink]:
         """A sink of its own for each worker; its last shard is published on a clean exit."""
         with ShardWriter(self.folder, self.spec, worker=worker) as writer:
-            yield Sink(self.folder, writer, self.guards, worker)
+            yield Sink(self, writer, worker)
 
 
 def read_lines(folder: Path, pattern: str) -> list[dict[str, Any]]:

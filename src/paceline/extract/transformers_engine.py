@@ -52,11 +52,16 @@ class TransformersEngine:
         tap = LayerTap(self.model, plan, self._num_layers)
         try:
             with destination.open() as sink:
+                # Of all samples, also those that are done: a run that goes on makes the same
+                # batches, and so rounds as one that was never stopped.
                 for batch in length_buckets(samples, self._max_batch_tokens):
+                    missing = list(destination.missing(batch))
+                    if not missing:
+                        continue
                     self._forward(batch)
                     for i, sample in enumerate(batch):
                         sink.add(sample, *_rows_of(sample, i, tap.states, plan))
-                    on_tokens(sum(num_needed_tokens(sample) for sample in batch))
+                    on_tokens(sum(map(num_needed_tokens, missing)))
         finally:
             tap.close()
 

@@ -1,7 +1,9 @@
 """Reads a store while it is written: a training that starts with the first shards.
 
-The reader takes shards in windows, in the order in which it saw them, and keeps that order in a
-file of its own, so that a restarted reader goes on anywhere and other ranks read the same.
+The reader takes shards in the order in which it saw them and keeps that order in a file of its own,
+so that a restarted reader goes on anywhere and other ranks read the same. One shard is one window
+of samples that are mixed: of a single writer the order is then that of its shards, whatever the
+speed of either side.
 """
 
 import json
@@ -35,9 +37,6 @@ from paceline.store.shard import Shard
 from paceline.store.spec import StoreSpec
 from paceline.store.watch import POLL_S, WriterWatch
 
-WINDOW_SHARDS = 2
-# Stands in the order for: the writer waits for room that only a release can make.
-_PAUSE: list[int] = []
 # How long workers of the writer may take to finish what they have in work before a stream that
 # does not move is an error.
 _PATIENCE_S = 60.0
@@ -45,9 +44,9 @@ _PATIENCE_S = 60.0
 
 @dataclass(frozen=True)
 class _Window:
-    """Shards that are read together, and the indices [start, stop) of their samples."""
+    """A shard, and the indices [start, stop) of its samples."""
 
-    shards: list[int]
+    shard: int
     start: int
     stop: int
 
@@ -59,7 +58,6 @@ def follow(
     *,
     rank: int = 0,
     wait_s: float = 600.0,
-    window_shards: int = WINDOW_SHARDS,
 ) -> Iterator["Follower"]:
     """Be the reader of a store that is written now, will be, or was.
 
@@ -74,7 +72,7 @@ def follow(
     # A finished store may be read by many, and lie on a read-only medium.
     is_reader = rank == 0 and manifest.status != COMPLETE
     with present(folder, READER) if is_reader else nullcontext():
-        follower = Follower(folder, manifest, watch, order_path, rank, window_shards)
+        follower = Follower(folder, manifest, watch, order_path, rank)
         try:
             yield follower
         finally:
@@ -92,7 +90,6 @@ class Follower(ShardReader):
         watch: WriterWatch,
         order_path: Path,
         rank: int,
-        window_shards: int,
     ) -> None:
         self._builder = IndexBuilder()
         spec = StoreSpec.from_dict(manifest.result["store"])
@@ -101,12 +98,11 @@ class Follower(ShardReader):
         self._watch = watch
         self._order_path = order_path
         self._rank = rank
-        self._window_shards = window_shards
         self._stopped = Event()
         self._windows: list[_Window | None] = []
         self._gone: set[int] = set()
         self._kept: set[int] = set()
-        self._num_pauses_answered = 0
+        self._is_pause_answered = False
 
     @cached_property
     def _order(self) -> "_Order":
@@ -117,7 +113,7 @@ class Follower(ShardReader):
         """int64 sample indices of a split, window by window as shards appear; ends when the writer
         is done and all was read.
 
-        None says: the writer waits for room. Checkpoint and call `release`. Raises StreamError
+        None says: the writer waits for room. Checkpoint and call `answer_pause`. Raises StreamError
         where the writer died or failed.
         """
         for number in count():
@@ -141,11 +137,15 @@ class Follower(ShardReader):
         Shards that hold samples of another split than the training's stay.
         """
         windows = [window for window in self._windows if window is not None]
-        for number in (n for window in windows[:num_windows] for n in window.shards):
+        for number in (window.shard for window in windows[:num_windows]):
             self.close_shard(number)
             if number not in self._kept and shard_path(self.folder, number).exists():
                 mark_consumed(self.folder, number)
-        self._num_pauses_answered = sum(window is None for window in self._windows)
+
+    def answer_pause(self, num_windows: int) -> None:
+        """Like release, once all before a pause is done: more cannot go without new shards."""
+        self.release(num_windows)
+        self._is_pause_answered = True
 
     def drain(self) -> None:
         """Let all go, unread, that a writer with a byte budget still has to write."""
@@ -156,7 +156,7 @@ class Follower(ShardReader):
         num_windows = 0
         for window in self.windows(TRAIN_SPLIT):
             num_windows += window is not None
-            self.release(num_windows)
+            (self.release if window is not None else self.answer_pause)(num_windows)
 
     def check_writer(self) -> None:
         """Raises StreamError where the writer died or failed. Cheap; call it often."""
@@ -177,36 +177,36 @@ class Follower(ShardReader):
     def _grow(self) -> bool:
         """Take in the next window, waiting for it. False: there is none any more."""
         number = len(self._windows)
-        while number >= len(self._order.windows):
+        while number >= len(self._order.shards):
             if self._order.ended or self._stopped.is_set():
                 return False
             if self._rank == 0:
                 self._extend_order()
             else:
                 self._wait_for_order()
-        self._take_in(self._order.windows[number])
+        self._take_in(self._order.shards[number])
         return True
 
-    def _take_in(self, shards: list[int]) -> None:
-        if shards == _PAUSE:
+    def _take_in(self, number: int | None) -> None:
+        if number is None:
+            self._is_pause_answered = False
             self._windows.append(None)
             return
         start = len(self.records)
-        for number in shards:
-            # Of a shard that went, the receipt still says which samples it had.
-            is_gone = receipt_path(self.folder, number).exists()
-            shard = Shard((receipt_path if is_gone else shard_path)(self.folder, number))
-            self._builder.add(number, shard)
-            if is_gone:
-                self._gone.add(number)
-            if set(shard.columns["split"]) != {TRAIN_SPLIT}:
-                self._kept.add(number)
+        # Of a shard that went, the receipt still says which samples it had.
+        is_gone = receipt_path(self.folder, number).exists()
+        shard = Shard((receipt_path if is_gone else shard_path)(self.folder, number))
+        self._builder.add(number, shard)
+        if is_gone:
+            self._gone.add(number)
+        if set(shard.columns["split"]) != {TRAIN_SPLIT}:
+            self._kept.add(number)
         self.records = self._builder.build().records
-        self._windows.append(_Window(shards, start, len(self.records)))
+        self._windows.append(_Window(number, start, len(self.records)))
 
     def _extend_order(self) -> None:
         """Rank 0 waits for news and writes it into the order."""
-        seen = {n for window in self._order.windows for n in window}
+        seen = set(self._order.shards)
         if unknown := [n for n in receipt_numbers(self.folder) if n not in seen]:
             raise StreamError(
                 f"{self.folder}: shards {unknown} were let go by another training; `extract` must "
@@ -218,39 +218,33 @@ class Follower(ShardReader):
             writer = self._watch.peer()
             is_over = self._watch.is_over(writer)
             new = [n for n in shard_numbers(self.folder) if n not in seen]
-            if len(new) >= self._window_shards or (new and is_over):
-                self._order.append(new[: self._window_shards])
+            if new:
+                self._order.append(new)
             elif is_over:
                 self._order.end()
             elif not self._watch.is_stuck(writer):
                 self._watch.refuse_lost(writer)
                 self._stopped.wait(POLL_S)
                 continue
-            elif not self._go_on_stuck(new, time.monotonic() - began):
+            elif not self._ask_for_release(time.monotonic() - began):
                 self._stopped.wait(POLL_S)
                 continue
             return
 
-    def _go_on_stuck(self, new: list[int], waited_s: float) -> bool:
-        """Ask for a release, or do without. False: wait on."""
-        num_pauses = sum(window == _PAUSE for window in self._order.windows)
-        last = self._order.windows[-1:]
-        if last != [_PAUSE]:
-            self._order.append(_PAUSE)
-        elif self._num_pauses_answered < num_pauses:
-            return False
-        elif new:
-            # A window's worth does not fit; less of it does.
-            self._order.append(new)
-        elif waited_s < (_PATIENCE_S if aside_numbers(self.folder) else 1.0):
-            return False
-        else:
+    def _ask_for_release(self, waited_s: float) -> bool:
+        """Write a pause into the order. False: there is one, which was not answered yet."""
+        if self._order.shards[-1:] != [None]:
+            self._order.append([None])
+            return True
+        # Other workers of the writer may still finish what they have in work.
+        patience_s = _PATIENCE_S if aside_numbers(self.folder) else 1.0
+        if self._is_pause_answered and waited_s > patience_s:
             raise StreamError(
                 f"{self.folder}: the byte budget is full of shards of which the next optimiser "
                 "step needs more than fit. Raise `stream_bytes` of extract, or lower its "
                 "shard_bytes or train's batch_rows; then start both sides again."
             )
-        return True
+        return False
 
     def _wait_for_order(self) -> None:
         """Other ranks wait for rank 0 to write on."""
@@ -265,25 +259,25 @@ class Follower(ShardReader):
 
 
 class _Order:
-    """Which shards were read together, one list after another, kept in a file; an empty list is a
-    pause."""
+    """The shards in the order of reading, kept in a file. None is a pause: the writer waits for
+    room that only a release can make."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.windows: list[list[int]] = []
+        self.shards: list[int | None] = []
         self.ended = False
         self.load()
 
     def load(self) -> None:
         if self._path.is_file():
             values: dict[str, Any] = json.loads(self._path.read_text())
-            self.windows, self.ended = values["windows"], values["ended"]
+            self.shards, self.ended = values["shards"], values["ended"]
 
     def state(self) -> tuple[int, bool]:
-        return len(self.windows), self.ended
+        return len(self.shards), self.ended
 
-    def append(self, shards: list[int]) -> None:
-        self.windows.append(shards)
+    def append(self, shards: list[int] | list[None]) -> None:
+        self.shards += shards
         self._write()
 
     def end(self) -> None:
@@ -291,4 +285,4 @@ class _Order:
         self._write()
 
     def _write(self) -> None:
-        write_json(self._path, {"windows": self.windows, "ended": self.ended})
+        write_json(self._path, {"shards": self.shards, "ended": self.ended})

@@ -67,7 +67,7 @@ def present(
         try:
             yield
         except BaseException as error:
-            words = f"{type(error).__name__}: {error}"
+            words = f"{type(error).__name__}: {error}".rstrip(".")
             # On a full disk the lock that we lose still says that we are gone.
             with suppress(StoreError):
                 _tell(folder, role, replace(me, state=FAILED, error=words))

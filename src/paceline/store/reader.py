@@ -114,6 +114,9 @@ class ShardReader:
     def release(self, num_windows: int) -> None:
         """See Follower; what is finished stays."""
 
+    def answer_pause(self, num_windows: int) -> None:
+        """See Follower; what is finished never pauses."""
+
     def check_writer(self) -> None:
         """See Follower; what is finished has no writer."""
 

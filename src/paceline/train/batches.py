@@ -3,7 +3,8 @@ store's windows came, so that resuming in mid-epoch replays nothing."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 
 import numpy as np
 
@@ -78,9 +79,10 @@ class StepPlan:
         return int((self.store.records.num_supervised[samples] > 0).sum())
 
     def first_samples(self, count: int) -> list[int]:
-        """The samples that training reads first."""
-        samples = (sample for _, sample in self._order() if sample is not None)
-        return list(islice(samples, count))
+        """The samples that training reads first, of one window: a stream may not hold more."""
+        samples = (pair for pair in self._order() if pair[1] is not None)
+        _, of_window = next(groupby(samples, key=itemgetter(0)))
+        return [sample for _, sample in islice(of_window, count)]
 
     def _step(self, number: int, samples: list[int], window: int) -> Step:
         num_rows = sum(map(self.store.num_taught_rows, samples))

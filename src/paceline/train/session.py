@@ -40,15 +40,17 @@ class Session:
             with progress_bar("train", total - self.start, "step") as bar:
                 for step, record in self.trainer.run(self.start):
                     if record is None:
-                        self._make_room(step.num_windows)
+                        self._answer_pause(step.num_windows)
                         continue
                     self.next_step = step.number + 1
                     bar.advance(1, self._log(record))
                     if self._is_time(self.trainer.options.checkpoint_every):
-                        self._save(step.num_windows)
+                        self._save()
+                        if self.trainer.plan.num_epochs == 1:
+                            self.trainer.store.release(step.num_windows)
                     self.trainer.store.check_writer()
         except StreamError:
-            self._save(0)
+            self._save()
             raise
         if self.next_step < total:
             logger.warning("train: the samples ended after %d of %d steps", self.next_step, total)
@@ -70,22 +72,20 @@ class Session:
         """The end of the run has its own figures and needs no checkpoint."""
         return self.next_step % every == 0 and self.next_step != self.trainer.total_steps
 
-    def _make_room(self, num_windows: int) -> None:
+    def _answer_pause(self, num_windows: int) -> None:
         if self.trainer.plan.num_epochs > 1:
             raise StreamError(
                 f"{self.trainer.store.folder}: the byte budget is full, and "
                 f"{self.trainer.plan.num_epochs} epochs need the whole store. Raise `stream_bytes` "
                 "of extract, or train for one epoch; then start both sides again."
             )
-        self._save(num_windows)
+        self._save()
+        self.trainer.store.answer_pause(num_windows)
 
-    def _save(self, num_windows: int) -> None:
-        """A checkpoint; what it has passed may go, unless another epoch needs it."""
+    def _save(self) -> None:
         if self.next_step > self._saved:
             save_checkpoint(self.folder, self.next_step, self.trainer.optimiser)
             self._saved = self.next_step
-        if self.trainer.plan.num_epochs == 1:
-            self.trainer.store.release(num_windows)
 
 
 def _plain_record(record: dict[str, Any], step_decay: float, elapsed_s: float) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.artefact import COMPLETE, describe_growing, describe_input, load_manifest
-from paceline.contracts import TRAIN_SPLIT
+from paceline.contracts import MANIFEST_NAME, TRAIN_SPLIT
 from paceline.errors import StreamError, TrainingError, UsageError
 from paceline.recipe import TrainOptions
 from paceline.store import Follower, Store, follow
@@ -27,21 +27,27 @@ def open_store(options: TrainOptions) -> Iterator[tuple[Store | Follower, dict[s
     """The store, and its entry among the inputs of the stage."""
     order = Path(options.out) / ORDER_FILE
     began_on_stream = order.is_file() and not options.overwrite
-    if began_on_stream or (options.follow and not _is_finished(options.store)):
+    status = _status(options.store)
+    if began_on_stream or (options.follow and status != COMPLETE):
         with follow(options.store, order, wait_s=options.follow_wait_s) as store:
             yield store, describe_growing(options.store, store.manifest)
         return
+    if status not in (None, COMPLETE):
+        raise UsageError(
+            f"{options.store} is not finished: run `paceline extract` with the same options to go "
+            "on, and --follow here to train meanwhile"
+        )
     store = Store(options.store, cache=Cache(options.cache_dir, options.cache_bytes))
     yield store, describe_input(options.store, store.manifest)
 
 
-def _is_finished(store: str) -> bool:
+def _status(store: str) -> str | None:
+    """Of a store's manifest; None where there is none yet."""
     if is_remote(store):
-        return True
-    try:
-        return load_manifest(store, "extract").status == COMPLETE
-    except UsageError:
-        return False
+        return COMPLETE
+    if not (Path(store) / MANIFEST_NAME).is_file():
+        return None
+    return load_manifest(store, "extract").status
 
 
 def plan_of(options: TrainOptions, store: Store | Follower) -> tuple[StepPlan, int]:

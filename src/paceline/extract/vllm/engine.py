@@ -82,7 +82,7 @@ class VllmEngine:
                 compare_ranks=compare,
                 driver=self._settings.driver or driver_message(),
             )
-            Capture(self, setup, on_tokens).run(samples)
+            Capture(self, setup, on_tokens).run(destination.missing(samples))
         self._compared = True
 
     def greedy(self, prompts: Sequence[np.ndarray], num_tokens: int) -> list[list[int]]:

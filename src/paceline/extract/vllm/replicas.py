@@ -106,7 +106,7 @@ class ReplicaPool:
             "plan": wire.plan_message(plan),
             "destination": wire.destination_message(destination),
         }
-        queue = _Queue(samples)
+        queue = _Queue(destination.missing(samples))
         while True:
             failures = self._round(order, queue, destination, on_tokens)
             if failures:
