@@ -454,7 +454,7 @@ class EvaluateOptions(StageOptions, TargetOptions, CacheOptions):
         "measured at all of them. At 1 the intervals are over conversations.",
     )
     engine_options: dict[str, Any] = opt(
-        {}, "Further arguments of the constructor of vLLM (its own names).", identity=False
+        {}, "Further arguments of vLLM's constructor in mode served (its own names)."
     )
     speedup: SpeedupOptions = Field(
         default_factory=SpeedupOptions, description="Predicted speed-up."

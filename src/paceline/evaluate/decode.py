@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from paceline.contracts import LayerPlan
 from paceline.draft.model import Draft
-from paceline.draft.unroll import KeysValues, Unroll
+from paceline.draft.unroll import KeysValues, Unroll, prepared_layers
 from paceline.evaluate.acceptance import Counts
 from paceline.evaluate.sampling import Drafted, Greedy, Rule
 from paceline.target.tap import LayerTap
@@ -32,6 +32,7 @@ class Drafter:
     def __init__(self, draft: Draft, rule: Rule) -> None:
         self._draft = draft
         self._rule = rule
+        self._layers = prepared_layers(draft)
         self._past: list[KeysValues] | None = None
         self._num_rows = 0
 
@@ -44,7 +45,7 @@ class Drafter:
         positions = self._num_rows + torch.arange(len(aux_RAD), device=device)
         starts = torch.zeros_like(positions)
         ids = torch.tensor(next_ids, device=device)
-        unroll = Unroll(self._draft, aux_RAD, ids, positions, starts, self._past)
+        unroll = Unroll(self._draft, aux_RAD, ids, positions, starts, self._past, self._layers)
         state = unroll.first(torch.tensor([len(aux_RAD) - 1], device=device))
         self._past = unroll.step_0_keys
         self._num_rows += len(aux_RAD)

@@ -50,7 +50,8 @@ def run(options: EvaluateOptions) -> dict[str, Any]:
     if drafted_by is not None:
         inputs["draft"] = drafted_by.describe_input()
     if options.server:
-        inputs["server"] = {"path": options.server, "fingerprint": options.server}
+        servers = {"with_draft": options.server, "plain": options.plain_server}
+        inputs["server"] = {"path": options.server, "fingerprint": servers}
     with open_stage(
         options.out, "evaluate", inputs, options.identity(), options.overwrite
     ) as stage:
