@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paceline.ops import adamw, attention, distil, heads, swiglu
+from paceline.ops import adamw, attention, distil, heads, norm, swiglu
 from paceline.ops.kernels import kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,19 +29,29 @@ def assert_alike(kernel, twin, *inputs):
 
 
 @pytest.mark.parametrize("has_weight", [True, False])
-@pytest.mark.parametrize(("rows", "width"), [(1, 16), (7, 48), (300, 20)])
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (7, 48), (1100, 20)])
 def test_norm(rows, width, has_weight):
-    inputs = [random(rows, width), random(width, seed=5)][: 1 + has_weight]
-    with_eps = lambda function: lambda x, w=None: function(x, w, 1e-5)
-    kernel = with_eps(kernels("norm").rms_norm_and_input)
-    twin = with_eps(lambda x, w, eps: (torch.nn.functional.rms_norm(x, x.shape[-1:], w, eps), x))
-    assert_alike(kernel, twin, *inputs)
+    x, grad, added = (random(rows, width, seed=i) for i in range(3))
+    weight = random(width, seed=5) if has_weight else None
+    out, scales = kernels("norm").scale_rows(x, weight, 1e-5)
+    torch.testing.assert_close((out, scales), norm.scale_rows_torch(x, weight, 1e-5))
+    for other in (added, None):
+        given, expected = (
+            function(grad, other, x, weight, scales)
+            for function in (kernels("norm").scale_rows_backward, norm.scale_rows_backward_torch)
+        )
+        torch.testing.assert_close(given, expected, rtol=2e-4, atol=2e-5)
 
 
-def test_only_the_input_of_a_norm_goes_on():
-    x = random(4, 16).requires_grad_()
-    kernels("norm").rms_norm_and_input(x, None, 1e-5)[1].sum().backward()
-    assert bool((x.grad == 1).all())
+def test_the_twin_of_the_norm_is_torchs():
+    x, weight, added = random(5, 12).double(), random(12, seed=1).double(), random(5, 12, seed=2)
+    function = lambda x, w: torch.nn.functional.rms_norm(x, (12,), w, 1e-5)
+    grad = random(5, 12, seed=3).double()
+    expected, gradients = torch.autograd.functional.vjp(function, (x, weight), grad)
+    out, scales = norm.scale_rows_torch(x, weight, 1e-5)
+    torch.testing.assert_close(out, expected)
+    given = norm.scale_rows_backward_torch(grad, added.double(), x, weight, scales)
+    torch.testing.assert_close(given, (gradients[0] + added, gradients[1]))
 
 
 @pytest.mark.parametrize(("num_heads", "rotated", "width"), [(7, 4, 12), (20, 20, 64), (3, 0, 8)])

@@ -13,7 +13,7 @@ from paceline.draft.model import DraftLayer, RMSNorm
 from paceline.ops.attention import RowSpans, rows_attention
 from paceline.ops.gain import with_gains
 from paceline.ops.heads import rotated_heads
-from paceline.ops.norm import rms_norm, rms_norm_and_input
+from paceline.ops.norm import normed_linear, rms_norm
 from paceline.ops.shared import Shared, linear
 from paceline.ops.swiglu import add_swiglu
 
@@ -45,27 +45,31 @@ class LayerArithmetic:
         """What the embeddings add to a part of the heads, before rotation."""
         return linear(rms_norm(embedding_RE, None, self._eps), self._token.part(part))
 
-    def normed(self, state_RE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what q, k and v read, the residual stream), [R, E] each."""
-        normed, state_RE = rms_norm_and_input(state_RE, None, self._eps)
-        if self._layer.norm_before_residual:
-            state_RE = normed * self._layer.hidden_norm.weight.to(normed.dtype)
-        return normed, state_RE
-
     def heads(
         self,
-        normed_RE: torch.Tensor,
+        state_RE: torch.Tensor,
         part: slice,
         cos: torch.Tensor,
         sin: torch.Tensor,
         token_part: torch.Tensor | None = None,
         shared: Shared | None = None,
         source: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(a part of the heads [R, n, K], queries and keys rotated; the state, to read on from).
+        What the tokens add is `token_part`, row by row, or `shared[source]`."""
+        product, state_RE = normed_linear(state_RE, self._state.part(part), self._eps, token_part)
+        return self._rotated(product, part, cos, sin, shared, source), state_RE
+
+    def _rotated(
+        self,
+        product: torch.Tensor,
+        part: slice,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        shared: Shared | None,
+        source: torch.Tensor | None,
     ) -> torch.Tensor:
-        """A part of the heads [R, n, K], queries and keys rotated. What the tokens add is
-        `token_part`, row by row, or `shared[source]`."""
         attention = self._layer.self_attn
-        product = linear(normed_RE, self._state.part(part), token_part)
         num_queries = 0 if part == self.keys_values else attention.num_heads
         num_keys = 0 if part == self.queries else attention.num_groups
         num_rotated = num_queries + num_keys
@@ -78,18 +82,21 @@ class LayerArithmetic:
 
     def finish(
         self,
-        residual_RE: torch.Tensor,
+        state_RE: torch.Tensor,
         q_RHK: torch.Tensor,
         kv_TGK: torch.Tensor,
         own_JRGK: torch.Tensor | None,
         spans: RowSpans,
     ) -> torch.Tensor:
         """Residual stream after attention and MLP, [R, E]."""
+        if self._layer.norm_before_residual:
+            state_RE = self._layer.hidden_norm(state_RE)
         mixed = rows_attention(q_RHK, kv_TGK, own_JRGK, spans)
-        state = linear(mixed.flatten(1), self._out, residual_RE)
+        state = linear(mixed.flatten(1), self._out, state_RE)
         norm: RMSNorm = self._layer.post_attention_layernorm
-        normed, state = rms_norm_and_input(state, norm.weight, norm.eps)
         if self._is_silu:
-            return add_swiglu(state, normed, self._gate, self._up, self._down)
+            weights = self._gate, self._up, self._down
+            return add_swiglu(state, norm.weight, norm.eps, *weights)
+        normed = norm(state)
         inner = self._act(linear(normed, self._gate)) * linear(normed, self._up)
         return linear(inner, self._down, state)

@@ -18,14 +18,18 @@ from paceline.ops.shared import Shared, take_rows
 KeysValues = torch.Tensor  # [T, 2G, K], keys first
 
 
+def prepared_layers(draft: Draft) -> list[LayerArithmetic]:
+    return [LayerArithmetic(layer) for layer in draft.layers]
+
+
 class Unroll:
     """Unrolls a draft from fixed auxiliary states.
 
     aux [T, A, D]; next_ids int64 [T], the token after each row; positions int64 [T], the row's
     place in its document; starts int64 [T], the index of the document's first row. Documents lie
     one after the other. past: step-0 keys and values of P earlier rows, one tensor a layer (from
-    `step_0_keys` of an earlier unroll); `starts` then counts over P + T rows. layers: from an
-    earlier unroll of the same weights, where no gradient is wanted.
+    `step_0_keys` of an earlier unroll); `starts` then counts over P + T rows. layers: of
+    `prepared_layers`, to share between unrolls of the same weights where no gradient is wanted.
     """
 
     def __init__(
@@ -39,7 +43,7 @@ class Unroll:
         layers: Sequence[LayerArithmetic] | None = None,
     ) -> None:
         self.draft = draft
-        self.layers = layers or [LayerArithmetic(layer) for layer in draft.layers]
+        self.layers = layers or prepared_layers(draft)
         self.step_0_keys: list[KeysValues] = []
         self._past = past
         self._positions_T = positions_T
@@ -95,12 +99,12 @@ class Unroll:
             token_kv = layer.token_part(embedding_TE, layer.keys_values)
             token_q = layer.token_part(take_rows(embedding_TE, rows_R), layer.queries)
             self._token_parts = (token_q, token_kv)
-        normed_TE, state_TE = layer.normed(state_TE)
-        kv = self._keep_keys(layer.heads(normed_TE, layer.keys_values, *angles, token_kv))
+        kv, state_TE = layer.heads(state_TE, layer.keys_values, *angles, token_kv)
+        kv = self._keep_keys(kv)
         angles_R = [take_rows(angle, rows_R) for angle in angles]
-        q = layer.heads(take_rows(normed_TE, rows_R), layer.queries, *angles_R, token_q)
-        spans = self._spans.select(rows_R)
-        return layer.finish(take_rows(state_TE, rows_R), q, kv, None, spans)
+        # The norm is made again for the rows asked: cheaper than a second gather and its gradient.
+        q, state = layer.heads(take_rows(state_TE, rows_R), layer.queries, *angles_R, token_q)
+        return layer.finish(state, q, kv, None, self._spans.select(rows_R))
 
     def _shared_token_part(self) -> Shared:
         """What the tokens of step 0's rows add to all heads, [R of step 0, (H + 2G) K]."""
@@ -121,12 +125,12 @@ class Unroll:
         self._step += 1
         angles = self.draft.rotary(self._positions_R + self._step, state.dtype)
         for i, layer in enumerate(self.layers):
-            normed, residual = layer.normed(state)
-            heads = layer.heads(normed, layer.all_heads, *angles, **(tokens if i == 0 else {}))
+            own_tokens = tokens if i == 0 else {}
+            heads, state = layer.heads(state, layer.all_heads, *angles, **own_tokens)
             num_queries = heads.shape[1] - self.step_0_keys[i].shape[1]
             q, own = heads.split([num_queries, heads.shape[1] - num_queries], 1)
             own = self._keep_own(i, own, keep)
-            state = layer.finish(residual, q, self.step_0_keys[i], own, self._spans)
+            state = layer.finish(state, q, self.step_0_keys[i], own, self._spans)
         self.state_RE = state
         return state
 

@@ -27,8 +27,8 @@ def _forward(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _backward(
-    grad, grad_input, x, weight, scales, out, weight_sums, num_rows, width, stride,
-    HAS_WEIGHT: tl.constexpr, HAS_INPUT: tl.constexpr, BLOCK: tl.constexpr,
+    grad, added, x, weight, scales, out, weight_sums, num_rows, width, stride,
+    HAS_WEIGHT: tl.constexpr, HAS_ADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -47,52 +47,54 @@ def _backward(
             weight_sum += upper * normed
         upper *= gain
         value = scale * (upper - normed * (tl.sum(upper * normed, 0) / width))
-        if HAS_INPUT:
-            value += tl.load(grad_input + at, mask=inside, other=0.0).to(tl.float32)
+        if HAS_ADDED:
+            value += tl.load(added + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
     if HAS_WEIGHT:
         tl.store(weight_sums + tl.program_id(0) * width + column, weight_sum, mask=inside)
 
 
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        num_rows, width = x.shape
-        out, scales = x.new_empty(x.shape), x.new_empty(num_rows, dtype=torch.float32)
-        ctx.block = triton.next_power_of_2(width)
-        if num_rows:
-            _forward[(num_rows,)](
-                x, weight, out, scales, width, x.stride(0), eps, HAS_WEIGHT=weight is not None,
-                BLOCK=ctx.block, num_warps=_num_warps(ctx.block),
-            )  # fmt: skip
-        ctx.save_for_backward(x, weight, scales)
-        ctx.set_materialize_grads(False)
-        return out, x
-
-    @staticmethod
-    def backward(ctx, grad, grad_input):
-        if grad is None:
-            return grad_input, None, None
-        x, weight, scales = ctx.saved_tensors
-        num_rows, width = x.shape
-        out = x.new_empty(x.shape)
-        programs = num_rows if weight is None else min(_BACKWARD_PROGRAMS, num_rows)
-        sums = x.new_empty(programs if weight is not None else 0, width, dtype=torch.float32)
-        if num_rows:
-            _backward[(programs,)](
-                grad.contiguous(), None if grad_input is None else grad_input.contiguous(), x,
-                weight, scales, out, sums, num_rows, width, x.stride(0),
-                HAS_WEIGHT=weight is not None, HAS_INPUT=grad_input is not None,
-                BLOCK=ctx.block, num_warps=_num_warps(ctx.block),
-            )  # fmt: skip
-        return out, None if weight is None else sums.sum(0).to(weight.dtype), None
-
-
-def rms_norm_and_input(
-    x_RE: torch.Tensor, weight_E: torch.Tensor | None, eps: float
+def scale_rows(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [R, E], rows contiguous; see `norm`."""
-    return _RMSNorm.apply(x_RE if x_RE.stride(-1) == 1 else x_RE.contiguous(), weight_E, eps)
+    """See `norm`."""
+    x = _side_by_side(x)
+    num_rows, width = x.shape
+    out, scales = x.new_empty(x.shape), x.new_empty(num_rows, dtype=torch.float32)
+    block = triton.next_power_of_2(width)
+    if num_rows:
+        _forward[(num_rows,)](
+            x, weight, out, scales, width, x.stride(0), eps, HAS_WEIGHT=weight is not None,
+            BLOCK=block, num_warps=_num_warps(block),
+        )  # fmt: skip
+    return out, scales
+
+
+def scale_rows_backward(
+    grad: torch.Tensor,
+    added: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    scales: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See `norm`."""
+    x = _side_by_side(x)
+    num_rows, width = x.shape
+    out = x.new_empty(x.shape)
+    programs = num_rows if weight is None else min(_BACKWARD_PROGRAMS, num_rows)
+    sums = x.new_empty(0 if weight is None else programs, width, dtype=torch.float32)
+    block = triton.next_power_of_2(width)
+    if num_rows:
+        _backward[(programs,)](
+            grad.contiguous(), None if added is None else added.contiguous(), x, weight, scales,
+            out, sums, num_rows, width, x.stride(0), HAS_WEIGHT=weight is not None,
+            HAS_ADDED=added is not None, BLOCK=block, num_warps=_num_warps(block),
+        )  # fmt: skip
+    return out, None if weight is None else sums.sum(0).to(weight.dtype)
+
+
+def _side_by_side(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _num_warps(block: int) -> int:

@@ -1,43 +1,47 @@
-"""The gated MLP of a llama layer, added to the residual stream, with little kept for its backward
-pass. Legend: R rows, E width, I inner width."""
+"""The gated MLP of a llama layer with its norm, added to the residual stream, with little kept for
+its backward pass. Legend: R rows, E width, I inner width."""
 
 import torch
 from torch.nn import functional as F
 
 from paceline.ops.kernels import kernels, use_kernels
+from paceline.ops.norm import scale_rows, scale_rows_backward
 from paceline.ops.shared import Shared
 
 
 def add_swiglu(
-    residual_RE: torch.Tensor, x_RE: torch.Tensor, gate: Shared, up: Shared, down: Shared
+    x_RE: torch.Tensor, gain_E: torch.Tensor, eps: float, gate: Shared, up: Shared, down: Shared
 ) -> torch.Tensor:
-    """residual + (silu(x gate^T) * (x up^T)) down^T: [R, E]."""
+    """x + (silu(y gate^T) * (y up^T)) down^T with y = norm(x): [R, E]."""
     tokens = (gate.token, up.token, down.token)
-    return _AddSwiGLU.apply(residual_RE, x_RE, *tokens, (gate, up, down))
+    return _AddSwiGLU.apply(x_RE, gain_E.to(x_RE.dtype), *tokens, (gate, up, down), eps)
 
 
 class _AddSwiGLU(torch.autograd.Function):
-    """Keeps both inner products but not their gated product: it is made again."""
+    """Keeps both inner products; their gated product and the normed rows are made again."""
 
     @staticmethod
-    def forward(ctx, residual_RE, x_RE, gate_token, up_token, down_token, weights):
-        ctx.weights = weights
+    def forward(ctx, x_RE, gain_E, gate_token, up_token, down_token, weights, eps):
+        ctx.weights, ctx.eps = weights, eps
         gate, up, down = weights
-        gate_RI, up_RI = x_RE @ gate.value.T, x_RE @ up.value.T
-        ctx.save_for_backward(x_RE, gate_RI, up_RI)
-        return torch.addmm(residual_RE, gated_product(gate_RI, up_RI), down.value.T)
+        normed_RE, scales_R = scale_rows(x_RE, gain_E, eps)
+        gate_RI, up_RI = normed_RE @ gate.value.T, normed_RE @ up.value.T
+        ctx.save_for_backward(x_RE, gain_E, scales_R, gate_RI, up_RI)
+        return torch.addmm(x_RE, gated_product(gate_RI, up_RI), down.value.T)
 
     @staticmethod
     def backward(ctx, grad_RE):
-        x_RE, gate_RI, up_RI = ctx.saved_tensors
+        x_RE, gain_E, scales_R, gate_RI, up_RI = ctx.saved_tensors
         gate, up, down = ctx.weights
         grad_gate, grad_up, product = gated_product_backward(gate_RI, up_RI, grad_RE @ down.value)
         if down.trained:
+            normed_RE, _ = scale_rows(x_RE, gain_E, ctx.eps)
             down.add_product(grad_RE, product)
-            gate.add_product(grad_gate, x_RE)
-            up.add_product(grad_up, x_RE)
-        grad_x = (grad_gate @ gate.value).addmm_(grad_up, up.value)
-        return grad_RE, grad_x, None, None, None, None
+            gate.add_product(grad_gate, normed_RE)
+            up.add_product(grad_up, normed_RE)
+        grad_normed = (grad_gate @ gate.value).addmm_(grad_up, up.value)
+        grads = scale_rows_backward(grad_normed, grad_RE, x_RE, gain_E, scales_R)
+        return *grads, None, None, None, None, None
 
 
 def gated_product(gate_RI: torch.Tensor, up_RI: torch.Tensor) -> torch.Tensor:
