@@ -275,6 +275,31 @@ def test_a_kill_at_any_call_leaves_the_old_store_or_goes_on(tmp_path: Path, kill
     assert outcomes == sorted(outcomes, key=["old", "to be finished", "new"].index)
 
 
+@pytest.mark.parametrize("verb", ["merge", "subset"])
+def test_a_copy_that_is_killed_goes_on(tmp_path: Path, kill_at, verb: str) -> None:
+    parts = [make_store(tmp_path / "a", SAMPLES[:8]), make_store(tmp_path / "b", SAMPLES[8:])]
+
+    def copy(out: str) -> None:
+        if verb == "merge":
+            paceline.merge_stores([*map(str, parts)], out=str(tmp_path / out), shard_bytes=9_500)
+        else:
+            paceline.subset_store(str(parts[0]), out=str(tmp_path / out), shard_bytes=9_500)
+
+    copy("whole")
+    kills = 0
+    for count in (0, 3, 7, 8, 9, 12):
+        kill_at(count)
+        try:
+            copy("killed")
+        except _Killed:
+            kills += 1
+        kill_at(None)
+    copy("killed")
+    assert kills > 3
+    assert bits(tmp_path / "killed") == bits(tmp_path / "whole")
+    Store(tmp_path / "killed").verify()
+
+
 @pytest.mark.parametrize("codec", ["raw", "lossless", "int8"])
 def test_an_early_store_is_upgraded(tmp_path: Path, codec: str) -> None:
     folder = make_store(tmp_path / "store", codec=codec)
