@@ -24,7 +24,7 @@ _SMALL_BYTES, _SMALL_FILES = 8 << 10, 2
 # JSON text of a token: its id with a comma, and its share of the words.
 _JSON_TOKEN_BYTES = 10
 _LOG_RECORD_BYTES = 700
-_PAGE_BYTES = 96 << 10
+_PAGE_BYTES = 64 << 10
 # What `train` keeps: masters and two moments in float32, the two newest checkpoints.
 _STATE_BYTES_PER_WEIGHT, _CHECKPOINTS_KEPT = 12, 2
 
@@ -134,7 +134,8 @@ def extract_footprint(
         total = options.stream_bytes
         how += f"; of these {size.total:,} at most {total:,} stand at a time (stream_bytes)"
     total += _SMALL_BYTES
-    files = size.num_shards + 1 + 1 + _SMALL_FILES + (options.workers - 1)
+    # Besides: the index, start.json, two files that say who writes.
+    files = size.num_shards + 4 + _SMALL_FILES + (options.workers - 1)
     return Footprint(total, total, files, how), size
 
 
@@ -154,7 +155,7 @@ def train_footprint(options: TrainOptions, draft: DraftShape, steps: int) -> Foo
         f"{draft.own_bytes:,} of weights in float32 + {kept} checkpoints x {draft.trained:,} "
         f"trained weights x {_STATE_BYTES_PER_WEIGHT} bytes (one more while it is written)"
     )
-    return Footprint(size, peak, 3 + 2 * kept + _SMALL_FILES, how)
+    return Footprint(size, peak, 4 + 2 * kept + _SMALL_FILES, how)
 
 
 def export_footprint(options: ExportOptions, draft: DraftShape, dtype: str) -> Footprint:
@@ -173,7 +174,7 @@ def small_footprint(size: int, files: int, how: str) -> Footprint:
 
 
 def result_footprint() -> Footprint:
-    return small_footprint(32 << 10, 1, "figures alone")
+    return small_footprint(48 << 10, 2, "figures alone")
 
 
 def page_footprint() -> Footprint:
