@@ -12,7 +12,7 @@ from paceline.recipe import Recipe, build, load_recipe
 from paceline.run import StageTimes, plan_stages
 from tests.tiny_line import write_recipe
 
-ALL = ["generate", "prepare", "extract", "align", "train", "evaluate", "export", "report"]
+ALL = ["generate", "prepare", "align", "extract", "train", "evaluate", "export", "report"]
 
 
 def _recipe(**values):

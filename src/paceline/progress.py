@@ -5,6 +5,7 @@ All of it goes to stderr: stdout belongs to results.
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,8 +72,9 @@ class _RateColumn(ProgressColumn):
 
 @contextmanager
 def progress_bar(description: str, total: int | None, unit: str) -> Iterator[Bar]:
-    """A bar for `total` units of work (None: unknown); plain log lines where no terminal is."""
-    if not sys.stderr.isatty():
+    """A bar for `total` units of work (None: unknown); plain log lines where no terminal is, and in
+    threads beside the main one: a terminal shows one bar at a time."""
+    if not sys.stderr.isatty() or threading.current_thread() is not threading.main_thread():
         yield Bar(description, total, unit)
         return
     columns = (

@@ -559,6 +559,11 @@ class Recipe(Options):
     target: str = opt("", "The target; see `paceline prepare --help`.")
     revision: str | None = opt(None, "Revision of a Hugging Face id.")
     trust_remote_code: bool = opt(False, "Run the code that the target's repository brings along.")
+    overlap: bool = opt(
+        False,
+        "Train while `extract` still runs, in one process. `extract.stream_bytes` left out: half "
+        "of what is free on the disk.",
+    )
     prepare: PrepareOptions = Field(default_factory=PrepareOptions)
     generate: GenerateOptions | None = Field(None, description="Left out: data are on-policy.")
     extract: ExtractOptions = Field(default_factory=ExtractOptions)

@@ -7,17 +7,21 @@ stages' own.
 import importlib
 import json
 import logging
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from paceline.artefact import COMPLETE, load_manifest, write_json
 from paceline.contracts import MANIFEST_NAME
 from paceline.errors import PacelineError, UsageError
-from paceline.recipe import PlanOptions, Recipe, RunOptions, StageOptions
+from paceline.recipe import ExtractOptions, PlanOptions, Recipe, RunOptions, StageOptions
 from paceline.stages import PLAN_FILE, TIMES_FILE, plan_stages, recipe_of
+from paceline.store import run_pair
+from paceline.store.files import published_bytes
 from paceline.verbs import make_callable
 
 logger = logging.getLogger(__name__)
@@ -38,19 +42,43 @@ def run(options: RunOptions) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     _keep_plan(recipe, planned, folder / PLAN_FILE)
     times = StageTimes(folder / TIMES_FILE)
+
+    def run_stage(name: str) -> dict[str, Any]:
+        return _run_stage(name, planned[name], times)
+
     stages = {}
-    for name, stage_options in planned.items():
-        module = importlib.import_module(_MODULES.get(name, f"paceline.{name}"))
-        with times.measure(name, stage_options.out) as measured:
-            result = module.VERB[1](stage_options)
-        logger.info("%-9s %s", name, measured)
-        stages[name] = {
-            "folder": stage_options.out,
-            "seconds": measured.seconds,
-            "skipped": measured.skipped,
-            "result": result,
-        }
+    for name in planned:
+        if recipe.overlap and name == "extract":
+            planned[name] = _streamed(planned[name])
+            stages["extract"], stages["train"] = run_pair(
+                planned[name].out, lambda: run_stage("extract"), lambda: run_stage("train")
+            )
+        elif name not in stages:
+            stages[name] = run_stage(name)
     return {"run_dir": str(folder), "stages": stages, "page": stages["report"]["result"]["page"]}
+
+
+def _run_stage(name: str, options: StageOptions, times: "StageTimes") -> dict[str, Any]:
+    module = importlib.import_module(_MODULES.get(name, f"paceline.{name}"))
+    with times.measure(name, options.out) as measured:
+        result = module.VERB[1](options)
+    logger.info("%-9s %s", name, measured)
+    return {
+        "folder": options.out,
+        "seconds": measured.seconds,
+        "skipped": measured.skipped,
+        "result": result,
+    }
+
+
+def _streamed(options: ExtractOptions) -> ExtractOptions:
+    """With a byte budget, as an extraction needs that a training beside it may stop."""
+    if options.stream_bytes is not None:
+        return options
+    folder = Path(options.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    room = published_bytes(folder) + shutil.disk_usage(folder).free // 2
+    return options.model_copy(update={"stream_bytes": room})
 
 
 def _keep_plan(recipe: Recipe, planned: dict[str, StageOptions], path: Path) -> None:
@@ -98,6 +126,7 @@ class StageTimes:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._lock = Lock()
         self._stages: dict[str, dict[str, Any]] = {}
         if path.is_file():
             try:
@@ -117,10 +146,14 @@ class StageTimes:
             measured.seconds = time.monotonic() - started
             measured.skipped = before == after and after[1] == COMPLETE
             if not measured.skipped:
-                known = self._stages.get(stage, {})
-                spent = known["seconds"] if known.get("created") == after[0] else 0.0
-                self._stages[stage] = {"created": after[0], "seconds": spent + measured.seconds}
-                write_json(self._path, {"stages": self._stages})
+                self._keep(stage, after[0], measured.seconds)
+
+    def _keep(self, stage: str, created: str, seconds: float) -> None:
+        with self._lock:
+            known = self._stages.get(stage, {})
+            spent = known["seconds"] if known.get("created") == created else 0.0
+            self._stages[stage] = {"created": created, "seconds": spent + seconds}
+            write_json(self._path, {"stages": self._stages})
 
 
 def _state(folder: str) -> tuple[str, str, str | None]:

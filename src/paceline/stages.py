@@ -44,9 +44,9 @@ def plan_stages(recipe: Recipe) -> dict[str, StageOptions]:
     links: dict[str, dict[str, Any]] = {
         "generate": {},
         "prepare": {"data": [at("generate")]} if recipe.generate else {},
-        "extract": {"data": at("prepare")},
         "align": {"data": at("prepare")},
-        "train": {"store": at("extract"), "vocab": at("align")},
+        "extract": {"data": at("prepare")},
+        "train": {"store": at("extract"), "vocab": at("align"), "follow": recipe.overlap},
         "evaluate": {"draft": at("train"), "store": at("extract"), "data": at("prepare")},
         "export": {"draft": at("train"), "evaluate": at("evaluate")},
         "report": {"run_dir": str(folder)},

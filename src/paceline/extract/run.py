@@ -23,6 +23,7 @@ from paceline.extract.sink import FLAGS_PATTERN, QUARANTINE_PATTERN, Destination
 from paceline.progress import progress_bar
 from paceline.recipe import ExtractOptions
 from paceline.store import StoreSpec, content_fingerprint, published_ids, stream_writer
+from paceline.store.files import published_bytes
 from paceline.store.place import is_remote
 from paceline.store.sizes import store_size
 from paceline.store.staging import open_store_stage
@@ -144,8 +145,9 @@ def _usable_samples(data: TokenDataset, target: Target) -> tuple[list[TokenSampl
 def _check_disk(
     folder: Path, samples: list[TokenSample], spec: StoreSpec, stream_bytes: int | None
 ) -> None:
-    size = store_size(spec, samples).total
-    needed = min(size, stream_bytes or size) + _SPARE_BYTES
+    needed = store_size(spec, samples).total + _SPARE_BYTES
+    if stream_bytes is not None:
+        needed = min(needed, stream_bytes - published_bytes(folder) + _SPARE_BYTES)
     free = shutil.disk_usage(folder).free
     if needed > free:
         bound = "at most" if spec.codec == "lossless" else "about"

@@ -4,6 +4,7 @@ from paceline.store.batches import PackedReader, PackedSamples
 from paceline.store.budget import stream_writer
 from paceline.store.follow import Follower, follow
 from paceline.store.packing import iterate_packed
+from paceline.store.pair import run_pair
 from paceline.store.reader import Store, StoredSample, content_fingerprint, published_ids
 from paceline.store.spec import StoreSpec
 from paceline.store.writer import ShardWriter
@@ -20,5 +21,6 @@ __all__ = [
     "follow",
     "iterate_packed",
     "published_ids",
+    "run_pair",
     "stream_writer",
 ]

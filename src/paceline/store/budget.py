@@ -20,6 +20,7 @@ from paceline.store import checksum
 from paceline.store.files import (
     AsideFile,
     aside_numbers,
+    published_bytes,
     receipt_path,
     shard_numbers,
     shard_path,
@@ -33,6 +34,7 @@ from paceline.store.presence import (
     STREAM_FOLDER,
     WRITER,
     Peer,
+    ended_before,
     look,
     present,
 )
@@ -52,15 +54,14 @@ _KEPT = ("offsets", "num_past_end", "samples", "sample_checksums")
 
 
 class ByteBudget:
-    """Room for shards of `shard_bytes` in a folder that may hold `max_bytes` of them."""
+    """Room for shards of `shard_bytes` in a folder that may hold `max_bytes` of them, as the writer
+    announced."""
 
-    def __init__(self, folder: Path, max_bytes: int, shard_bytes: int) -> None:
+    def __init__(self, folder: Path, writer: Peer) -> None:
         self.folder = folder
-        self.max_bytes = max_bytes
-        self.shard_bytes = shard_bytes
-        # One that ended before we began says nothing about this run.
-        reader = look(folder, READER)
-        self._old_run = reader.run if reader and reader.state != RUNNING else None
+        self.max_bytes = writer.budget_bytes
+        self.shard_bytes = writer.shard_bytes
+        self._old_run = writer.reader_before
         self._looked = time.monotonic()
 
     def claim(self) -> AsideFile:
@@ -112,11 +113,8 @@ class ByteBudget:
         return path
 
     def _has_room(self) -> bool:
-        published = sum(
-            shard_path(self.folder, n).stat().st_size for n in shard_numbers(self.folder)
-        )
         in_work = len(aside_numbers(self.folder)) * self.shard_bytes
-        return published + in_work + self.shard_bytes <= self.max_bytes
+        return published_bytes(self.folder) + in_work + self.shard_bytes <= self.max_bytes
 
     def _make_room(self) -> bool:
         for number in consumed_numbers(self.folder):
@@ -170,7 +168,13 @@ def stream_writer(
             f"about {kept_bytes:,}, and of two shards of {spec.shard_bytes:,} one is read while "
             f"the next is written. Give {least:,} or more, or smaller shards."
         )
-    with present(folder, WRITER, budget_bytes, spec.shard_bytes):
+    with present(
+        folder,
+        WRITER,
+        budget_bytes=budget_bytes,
+        shard_bytes=spec.shard_bytes,
+        reader_before=ended_before(folder, READER),
+    ):
         # Of workers that died while they waited.
         shutil.rmtree(_waiting_folder(folder), ignore_errors=True)
         yield
@@ -181,7 +185,7 @@ def budget_of(folder: Path) -> ByteBudget | None:
     writer = look(folder, WRITER)
     if writer is None or writer.state != RUNNING or writer.budget_bytes is None:
         return None
-    return ByteBudget(folder, writer.budget_bytes, writer.shard_bytes)
+    return ByteBudget(folder, writer)
 
 
 def mark_consumed(folder: Path, number: int) -> None:

@@ -47,6 +47,11 @@ def shard_numbers(folder: Path) -> list[int]:
     return [n for n in _numbers(folder / SHARDS_FOLDER, _FINAL) if n not in gone]
 
 
+def published_bytes(folder: Path) -> int:
+    """What the published shards take on the disk."""
+    return sum(shard_path(folder, n).stat().st_size for n in shard_numbers(folder))
+
+
 def receipt_numbers(folder: Path) -> list[int]:
     """Numbers of the shards that were let go, ascending."""
     return _numbers(folder / RECEIPTS_FOLDER, _FINAL)

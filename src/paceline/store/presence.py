@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from paceline.artefact import write_json
 from paceline.errors import LockedError, StoreError
@@ -28,7 +28,7 @@ _TRIES = 200
 @dataclass(frozen=True)
 class Peer:
     """What is known of one side. run: differs from start to start. budget_bytes, shard_bytes: of a
-    writer that keeps a byte budget."""
+    writer that keeps a byte budget; reader_before: the run of a reader that had ended before it."""
 
     run: str
     pid: int
@@ -37,20 +37,18 @@ class Peer:
     error: str | None = None
     budget_bytes: int | None = None
     shard_bytes: int = 0
+    reader_before: str | None = None
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}"
 
 
 @contextmanager
-def present(
-    folder: Path, role: str, budget_bytes: int | None = None, shard_bytes: int = 0
-) -> Iterator[None]:
+def present(folder: Path, role: str, **about: Any) -> Iterator[None]:
     """Be the writer or the reader of a stream for the time of the `with` block.
 
-    budget_bytes, shard_bytes: of a writer whose shards must fit into a byte budget.
-
-    Raises LockedError where another process is that already.
+    about: fields of Peer that a writer tells. Raises LockedError where another process is that
+    already.
     """
     (folder / STREAM_FOLDER).mkdir(parents=True, exist_ok=True)
     me = Peer(
@@ -58,8 +56,7 @@ def present(
         pid=os.getpid(),
         host=socket.gethostname(),
         state=RUNNING,
-        budget_bytes=budget_bytes,
-        shard_bytes=shard_bytes,
+        **about,
     )
     with _lock_path(folder, role).open("a") as lock:
         _own(lock, folder, role)
@@ -73,6 +70,18 @@ def present(
                 _tell(folder, role, replace(me, state=FAILED, error=words))
             raise
         _tell(folder, role, replace(me, state=DONE))
+
+
+def ended_before(folder: Path, role: str) -> str | None:
+    """The run of a side that has ended: it says nothing about one that is still to come."""
+    peer = look(folder, role)
+    return peer.run if peer and peer.state != RUNNING else None
+
+
+def say_failed(folder: Path, role: str, error: BaseException) -> None:
+    """Say that a side failed which may never have been present; one that is present stays."""
+    with suppress(LockedError, type(error)), present(folder, role):
+        raise error
 
 
 def look(folder: Path, role: str) -> Peer | None:

@@ -8,7 +8,7 @@ from paceline.artefact import COMPLETE, Manifest, load_manifest
 from paceline.contracts import MANIFEST_NAME
 from paceline.errors import StreamError
 from paceline.store.budget import RESTART, budget_of
-from paceline.store.presence import DEAD, DONE, FAILED, RUNNING, WRITER, Peer, look
+from paceline.store.presence import DEAD, DONE, FAILED, RUNNING, WRITER, Peer, ended_before, look
 
 POLL_S = 0.1
 # How often a reader that has work looks whether its writer is still there.
@@ -22,9 +22,7 @@ class WriterWatch:
         self.folder = folder
         self._wait_s = wait_s
         self._began = self._looked = time.monotonic()
-        # One that ended before we began says nothing about this run.
-        writer = look(folder, WRITER)
-        self._old_run = writer.run if writer and writer.state != RUNNING else None
+        self._old_run = ended_before(folder, WRITER)
 
     def peer(self) -> Peer | None:
         """The writer of this run; None before it begins, as long as only an old one is known."""
