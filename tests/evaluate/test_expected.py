@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import paceline
 from paceline.draft.batch import pack
 from paceline.draft.unroll import Unroll
 from paceline.evaluate.acceptance import Answer, walk
@@ -153,3 +154,23 @@ def test_sampled_decoding_accepts_what_was_expected(pair):
     seen_steps = sum(d.counts.verify_steps for d in decoded)
     seen = sum(d.counts.accepted for d in decoded) / seen_steps
     assert accepted / steps == pytest.approx(seen, abs=4 * 1.5 / seen_steps**0.5)
+
+
+def test_mode_chain_expects_at_a_temperature(tiny_run, tmp_path):
+    common = {"draft": str(tiny_run / "train"), "store": str(tiny_run / "extract")}
+    common |= {"dtype": "float32", "num_draft_tokens": [1, 3], "bootstrap": 200}
+    warm = paceline.evaluate(temperature=0.7, out=str(tmp_path / "warm"), **common)
+    assert warm["baselines"] == {}
+    for k in (1, 3):
+        pooled = warm["results"][str(k)]["pooled"]
+        assert 1.0 < pooled["acceptance_length"] < k + 1
+        assert pooled["interval"][0] <= pooled["acceptance_length"] <= pooled["interval"][1]
+        assert pooled["accepted"] == pytest.approx(
+            sum(pooled["per_position"]) * pooled["verify_steps"]
+        )
+    # As the temperature goes to 0 the target's own tokens are nearly certain, and so is the walk of
+    # what the draft is nearly certain of.
+    greedy = paceline.evaluate(baselines=False, out=str(tmp_path / "greedy"), **common)
+    cold = paceline.evaluate(temperature=1e-4, out=str(tmp_path / "cold"), **common)
+    found, wanted = (r["results"]["1"]["pooled"] for r in (cold, greedy))
+    assert found["acceptance_length"] == pytest.approx(wanted["acceptance_length"], abs=0.02)

@@ -55,7 +55,7 @@ class Counts:
     def add(self, other: "Counts") -> None:
         self.verify_steps += other.verify_steps
         self.accepted += other.accepted
-        self.per_position += other.per_position
+        self.per_position = self.per_position + other.per_position
         self.left_out += other.left_out
 
 
