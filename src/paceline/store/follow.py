@@ -195,6 +195,11 @@ class Follower(ShardReader):
         start = len(self.records)
         # Of a shard that went, the receipt still says which samples it had.
         is_gone = receipt_path(self.folder, number).exists()
+        if not is_gone and not shard_path(self.folder, number).exists():
+            raise StreamError(
+                f"{self.folder}: shard {number}, which this training has read, is not there any "
+                "more. Train anew on the store as it is now."
+            )
         shard = Shard((receipt_path if is_gone else shard_path)(self.folder, number))
         self._builder.add(number, shard)
         if is_gone:
