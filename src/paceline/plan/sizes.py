@@ -43,7 +43,8 @@ class Footprint:
 class DraftShape:
     """trained: weights that move. own_bytes: of `draft.safetensors`. embedding: weights of the
     shared embedding (0 where the draft has its own). fuse, keys: weights that every row with
-    states meets; mix, head: those that only supervised rows meet."""
+    states meets; mix, head: those that only supervised rows meet. attention_width: heads x head
+    width."""
 
     trained: int
     own_bytes: int
@@ -53,6 +54,7 @@ class DraftShape:
     keys: int
     mix: int
     head: int
+    attention_width: int
 
 
 def draft_shape(recipe: Recipe, shape: TargetShape, layers: LayerPlan) -> DraftShape:
@@ -76,6 +78,7 @@ def draft_shape(recipe: Recipe, shape: TargetShape, layers: LayerPlan) -> DraftS
         keys=keys,
         mix=layer - keys,
         head=sizes["lm_head.weight"],
+        attention_width=config.num_attention_heads * config.head_dim,
     )
 
 

@@ -153,13 +153,15 @@ def train_time(
 
 
 def step_flops(train: TrainOptions, data: DataSample, draft: DraftShape) -> float:
-    """FLOP of one optimiser step: keys and values of every row, all else of supervised rows only,
-    forward and backward (three times a forward); the teacher's head once, forward only."""
+    """FLOP of one optimiser step: fusion, keys and values of every row, all else of supervised rows
+    only, forward and backward (three times a forward, but twice for the fusion: the states need
+    no gradient); the teacher's head once, forward only."""
     supervised = data.num_supervised_in(TRAIN_SPLIT)
     rows = train.batch_rows
     tokens = rows * data.num_tokens_in(TRAIN_SPLIT) / max(supervised, 1)
-    every_row = tokens * (draft.fuse + draft.keys)
-    supervised_rows = rows * train.ttt_steps * (draft.mix + draft.keys + draft.head)
+    every_row = tokens * (2 / 3 * draft.fuse + draft.keys)
+    attention = 2.0 * draft.attention_width * data.mean_context
+    supervised_rows = rows * train.ttt_steps * (draft.mix + draft.keys + draft.head + attention)
     return 6.0 * (every_row + supervised_rows) + 2.0 * rows * draft.head
 
 
