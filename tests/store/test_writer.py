@@ -120,6 +120,11 @@ def test_bytes_of_a_sample_depend_on_nothing_but_the_sample(tmp_path: Path, code
     assert len(shard_numbers(many)) > len(shard_numbers(one)) == 1
     assert _bytes_by_sample(one) == _bytes_by_sample(many)
     assert content_fingerprint(one) == content_fingerprint(many)
+    beside = tmp_path / "beside"
+    with ShardWriter(beside, spec, num_lanes=3) as writer:
+        for sample in samples:
+            writer.add(sample, *states_of(sample, spec))
+    assert _bytes_by_sample(one) == _bytes_by_sample(beside)
     other = tmp_path / "other"
     with ShardWriter(other, spec) as writer:
         for sample in samples[1:]:

@@ -8,11 +8,12 @@ content. It guards against accidents, not against an attacker.
 import xxhash
 
 NAME = "xxh3_128"
+Digest = xxhash.xxh3_128
 DIGEST_BYTES = 16
 
 
-def new() -> "xxhash.xxh3_128":
-    return xxhash.xxh3_128()
+def new() -> Digest:
+    return Digest()
 
 
 def of(data: bytes | memoryview) -> str:

@@ -44,12 +44,18 @@ def describe(sample: TokenSample) -> bytes:
     return json.dumps([*fields, sample.num_tokens, sample.num_past_end]).encode()
 
 
-def digest_of(sample: TokenSample, parts: Parts) -> bytes:
-    """The checksum of a sample: of its description, tokens, mask and encoded states."""
+def begin_digest(sample: TokenSample) -> checksum.Digest:
+    """The checksum of a sample up to its tokens and mask; its states follow."""
     digest = checksum.new()
     digest.update(describe(sample))
     digest.update(sample.input_ids.tobytes())
     digest.update(sample.loss_mask.tobytes())
+    return digest
+
+
+def digest_of(sample: TokenSample, parts: Parts) -> bytes:
+    """The checksum of a sample: of its description, tokens, mask and encoded states."""
+    digest = begin_digest(sample)
     for kind in STATE_KINDS:
         for tensor in parts[kind]:
             digest.update(bytes_of(tensor))

@@ -4,7 +4,7 @@ about a quarter of the bytes at most, are kept in memory until the shard is clos
 
 import json
 import logging
-from collections.abc import Iterator
+import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -23,13 +23,13 @@ from paceline.store.encoded import (
     STATE_KINDS,
     EncodedSample,
     Parts,
+    begin_digest,
     describe,
-    digest_of,
 )
 from paceline.store.files import AsideFile, shard_numbers, shard_path
 from paceline.store.shard import HEADER_BYTES, Shard, TensorEntry, build_header, bytes_of
 from paceline.store.spec import StoreSpec
-from paceline.store.stream import AppendStream
+from paceline.store.stream import AppendStream, Buffers, HeldBytes
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,11 @@ _ENTRY_BYTES = 44
 _FIXED_BYTES = 256
 # What follows the streamed tensor starts at a multiple of this, so that any tool can map it.
 _ALIGN_BYTES = 8
-# Small tensors are joined to this size before they are written.
-_JOIN_BYTES = 2 << 20
+
+
+def spare_lanes() -> int:
+    """Lanes for a writer beside an engine: one for every eight cores, at most four."""
+    return max(1, min(4, (os.cpu_count() or 1) // 8))
 
 
 class ShardWriter:
@@ -102,7 +105,7 @@ class ShardWriter:
                 self._budget.check_reader()
             if lane.shard is None:
                 file = self._budget.claim() if self._budget else AsideFile(self.folder)
-                lane.shard = _ShardInWork(file, self.spec, self._codec, lane.stream)
+                lane.shard = _ShardInWork(file, self.spec, self._codec, lane.stream, lane.buffers)
             lane.shard.add(sample, encoded)
         except BaseException:
             self.discard()
@@ -180,7 +183,8 @@ class _Lane:
     """One shard after another: one grows while the one before it is published."""
 
     def __init__(self) -> None:
-        self.stream = AppendStream()
+        self.buffers = Buffers()
+        self.stream = AppendStream(self.buffers)
         self.shard: _ShardInWork | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-publish")
         self._publishing: Future[None] | None = None
@@ -222,7 +226,7 @@ class _ShardInWork:
     """One shard while it grows: the first part of `aux` in the aside file, the rest in memory."""
 
     def __init__(
-        self, file: AsideFile, spec: StoreSpec, codec: Codec, stream: AppendStream
+        self, file: AsideFile, spec: StoreSpec, codec: Codec, stream: AppendStream, buffers: Buffers
     ) -> None:
         self.spec = spec
         self.num_samples = 0
@@ -232,7 +236,7 @@ class _ShardInWork:
             "aux": codec.parts((spec.num_aux, spec.hidden_size)),
             "last": codec.parts((spec.hidden_size,)),
         }
-        self._held: dict[str, list[torch.Tensor]] = {"input_ids": [], "loss_mask": []}
+        self._held: dict[str, _Held] = {}
         self._columns: dict[str, list[str | bool | None]] = {name: [] for name in COLUMNS}
         self._offsets = [(0, 0, 0)]
         self._byte_offsets: dict[str, list[int]] = {}
@@ -242,36 +246,42 @@ class _ShardInWork:
         self._streamed_hash = checksum.new()
         self._file = file
         self._stream = stream
+        self._buffers = buffers
         stream.begin(file, HEADER_BYTES)
 
     def add(self, sample: TokenSample, encoded: Parts) -> None:
-        self._held["input_ids"].append(torch.from_numpy(sample.input_ids).clone())
-        self._held["loss_mask"].append(torch.from_numpy(sample.loss_mask).clone())
+        self._hold("input_ids", torch.from_numpy(sample.input_ids))
+        self._hold("loss_mask", torch.from_numpy(sample.loss_mask))
+        digest = begin_digest(sample)
         for kind in STATE_KINDS:
             for part, tensor in zip(self._parts[kind], encoded[kind], strict=True):
-                self._keep(kind + part.suffix, tensor, part.row_shape is None)
+                self._keep(kind + part.suffix, tensor, part.row_shape is None, digest)
         rows = (sample.num_tokens, sample.num_aux_rows, sample.num_supervised)
         ends = tuple(a + b for a, b in zip(self._offsets[-1], rows, strict=True))
         self._offsets.append(ends)
         self._num_past_end.append(sample.num_past_end)
         for name in COLUMNS:
             self._columns[name].append(getattr(sample, name))
-        self._sample_checksums.append(digest_of(sample, encoded))
+        self._sample_checksums.append(digest.digest())
         self.num_samples += 1
         self.num_bytes += _most_bytes(sample, encoded)
 
-    def _keep(self, name: str, tensor: torch.Tensor, is_variable: bool) -> None:
+    def _keep(
+        self, name: str, tensor: torch.Tensor, is_variable: bool, digest: checksum.Digest
+    ) -> None:
         if is_variable:
             ends = self._byte_offsets.setdefault(name, [0])
             ends.append(ends[-1] + tensor.nbytes)
-        if name != "aux":
-            # The caller may use its buffers again; what is held must be our own.
-            self._held.setdefault(name, []).append(tensor.clone())
-            return
-        data = bytes_of(tensor)
-        self._streamed_hash.update(data)
-        self._stream.append(data)
-        self._streamed_bytes += len(data)
+        if name == "aux":
+            self._stream.append(bytes_of(tensor), (digest, self._streamed_hash))
+            self._streamed_bytes += tensor.nbytes
+        else:
+            self._hold(name, tensor, digest)
+
+    def _hold(self, name: str, tensor: torch.Tensor, *digests: checksum.Digest) -> None:
+        if name not in self._held:
+            self._held[name] = _Held(tensor, self._buffers)
+        self._held[name].add(tensor, *digests)
 
     def publish(self) -> Path:
         """Once the stream is finished: write the rest and show the shard."""
@@ -282,15 +292,13 @@ class _ShardInWork:
         entries = [TensorEntry("aux", first.dtype, shape, 0, self._streamed_bytes)]
         checksums = {"aux": self._streamed_hash.hexdigest()}
         end = self._streamed_bytes
-        for name, pieces in tensors.items():
-            start, digest = end, checksum.new()
-            for data in _joined(pieces):
-                digest.update(data)
+        for name, held in tensors.items():
+            start = end
+            for data in held.data.take_out():
                 self._file.write_at(HEADER_BYTES + end, data)
                 end += len(data)
-            checksums[name] = digest.hexdigest()
-            shape = (sum(map(len, pieces)), *pieces[0].shape[1:])
-            entries.append(TensorEntry(name, pieces[0].dtype, shape, start, end))
+            checksums[name] = held.digest.hexdigest()
+            entries.append(TensorEntry(name, held.dtype, held.shape, start, end))
         header = build_header(entries, self.spec, checksums, self.num_samples)
         self._file.write_at(0, header)
         self.num_bytes = HEADER_BYTES + end
@@ -299,9 +307,9 @@ class _ShardInWork:
     def discard(self) -> None:
         self._file.discard()
 
-    def _finished_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """All tensors but the streamed one, in pieces, in file order: the wider their elements, the
-        earlier, so that each is aligned."""
+    def _finished_tensors(self) -> dict[str, "_Held"]:
+        """All tensors but the streamed one, in file order: the wider their elements, the earlier,
+        so that each is aligned."""
         tensors = {}
         tensors["offsets"] = torch.tensor(self._offsets, dtype=torch.int64)
         for name, ends in self._byte_offsets.items():
@@ -312,23 +320,33 @@ class _ShardInWork:
         )
         text = json.dumps(self._columns, ensure_ascii=False, separators=(",", ":"))
         tensors["samples"] = _from_bytes(text.encode())
-        pieces = self._held | {name: [tensor] for name, tensor in tensors.items()}
-        in_order = sorted(pieces.items(), key=lambda item: (-item[1][0].dtype.itemsize, item[0]))
-        pad = torch.zeros(-self._streamed_bytes % _ALIGN_BYTES, dtype=torch.uint8)
-        return {"pad": [pad], **dict(in_order)}
+        for name, tensor in tensors.items():
+            self._hold(name, tensor)
+        padding = torch.zeros(-self._streamed_bytes % _ALIGN_BYTES, dtype=torch.uint8)
+        pad = _Held(padding, self._buffers)
+        pad.add(padding)
+        in_order = sorted(self._held.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+        return {"pad": pad, **dict(in_order)}
 
 
-def _joined(pieces: list[torch.Tensor]) -> Iterator[memoryview]:
-    """The bytes of tensors one after another, not all joined at once: they may be gigabytes."""
-    group, num_bytes = [], 0
-    for piece in pieces:
-        group.append(piece)
-        num_bytes += piece.nbytes
-        if num_bytes >= _JOIN_BYTES:
-            yield bytes_of(torch.cat(group))
-            group, num_bytes = [], 0
-    if group:
-        yield bytes_of(torch.cat(group))
+class _Held:
+    """A tensor that grows in memory, along its first axis."""
+
+    def __init__(self, like: torch.Tensor, buffers: Buffers) -> None:
+        self.dtype = like.dtype
+        self.digest = checksum.new()
+        self.data = HeldBytes(buffers)
+        self._num_rows = 0
+        self._tail = like.shape[1:]
+
+    def add(self, rows: torch.Tensor, *digests: checksum.Digest) -> None:
+        """digests: updated with the same bytes."""
+        self.data.append(bytes_of(rows), (self.digest, *digests))
+        self._num_rows += len(rows)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self._num_rows, *self._tail)
 
 
 def _most_bytes(sample: TokenSample, encoded: Parts) -> int:
