@@ -14,6 +14,7 @@ from paceline.artefact import disk_errors
 from paceline.contracts import TokenSample
 from paceline.extract.guards import Guards, RowNorms, row_norms
 from paceline.store import ShardWriter, StoreSpec
+from paceline.store.writer import spare_lanes
 
 QUARANTINE_PATTERN = "quarantine-{worker}.jsonl"
 FLAGS_PATTERN = "flags-{worker}.jsonl"
@@ -77,7 +78,7 @@ class Destination:
     @contextmanager
     def open(self, worker: int = 0) -> Iterator[Sink]:
         """A sink of its own for each worker; its last shard is published on a clean exit."""
-        with ShardWriter(self.folder, self.spec, worker=worker) as writer:
+        with ShardWriter(self.folder, self.spec, worker, spare_lanes()) as writer:
             yield Sink(self, writer, worker)
 
 
