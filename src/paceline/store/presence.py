@@ -64,7 +64,7 @@ def present(folder: Path, role: str, **about: Any) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            words = f"{type(error).__name__}: {error}".rstrip(".")
+            words = f"{type(error).__name__}: {error}".rstrip(".: ")
             # On a full disk the lock that we lose still says that we are gone.
             with suppress(StoreError):
                 _tell(folder, role, replace(me, state=FAILED, error=words))

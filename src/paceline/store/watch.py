@@ -1,14 +1,16 @@
 """What a reader makes of the writer of a stream: has it begun, is it done, was it lost."""
 
+import logging
 import time
 from pathlib import Path
-from threading import Event
 
 from paceline.artefact import COMPLETE, Manifest, load_manifest
 from paceline.contracts import MANIFEST_NAME
 from paceline.errors import StreamError
 from paceline.store.budget import RESTART, budget_of
 from paceline.store.presence import DEAD, DONE, FAILED, RUNNING, WRITER, Peer, ended_before, look
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 # How often a reader that has work looks whether its writer is still there.
@@ -21,6 +23,7 @@ class WriterWatch:
     def __init__(self, folder: Path, wait_s: float) -> None:
         self.folder = folder
         self._wait_s = wait_s
+        self._is_told = False
         self._began = self._looked = time.monotonic()
         self._old_run = ended_before(folder, WRITER)
 
@@ -31,7 +34,6 @@ class WriterWatch:
 
     def wait_for_manifest(self) -> Manifest:
         """The manifest of the store once its writer has announced what it will hold."""
-        never = Event()
         while True:
             # Before it, the folder is not a store, and must stay empty for its writer.
             if (self.folder / MANIFEST_NAME).is_file():
@@ -39,7 +41,7 @@ class WriterWatch:
                 if manifest.result:
                     return manifest
             self.refuse_lost(self.peer())
-            never.wait(POLL_S)
+            time.sleep(POLL_S)
 
     def is_over(self, writer: Peer | None) -> bool:
         """What is published now is all that there will be."""
@@ -56,6 +58,9 @@ class WriterWatch:
 
     def refuse_lost(self, writer: Peer | None) -> None:
         """Raises StreamError where the writer died, failed, or has not begun for `wait_s`."""
+        if writer is None and not self._is_told:
+            logger.info("%s: waiting for `paceline extract` to write to it", self.folder)
+            self._is_told = True
         if writer is None and time.monotonic() - self._began > self._wait_s:
             raise StreamError(
                 f"{self.folder}: nobody has written to it for {self._wait_s:.0f} s; start "

@@ -18,11 +18,18 @@ from paceline.extract.vllm.settings import (
 from paceline.recipe import ExtractOptions
 from paceline.target.layers import plan_layers
 from paceline.target.spec import Target
+from paceline.vllm_process import set_environment
+
+# A step may wait for its writers, and they for a training that makes room in a byte budget; vLLM
+# would give up a step of several ranks after five minutes.
+_PATIENT_ENVIRONMENT = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(7 * 24 * 3600)}
 
 
 def open_engine(options: ExtractOptions, target: Target, dtype: str, scratch: Path) -> Engine:
     """One vLLM engine, or `workers` of them; see `extract.engine.open_engine`."""
     settings = vllm_settings(options, target, dtype, scratch)
+    # Processes that are started here inherit it.
+    set_environment(settings.environment)
     if options.workers == 1 and options.ray_address is None:
         return VllmEngine(settings, target.num_layers, dtype)
     per_worker = settings.arguments.get("tensor_parallel_size", 1) * settings.arguments.get(
@@ -44,7 +51,9 @@ def vllm_settings(
     if "max_model_len" not in wanted and (longest := context_length(options, target)):
         wanted["max_model_len"] = longest
     tokens = batched_tokens(options, _on_cpu(), row_bytes)
-    return VllmSettings(llm_arguments(target, dtype, wanted, tokens), scratch)
+    environment = _PATIENT_ENVIRONMENT if options.stream_bytes else {}
+    arguments = llm_arguments(target, dtype, wanted, tokens)
+    return VllmSettings(arguments, scratch, environment=environment)
 
 
 def _on_cpu() -> bool:
