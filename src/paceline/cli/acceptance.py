@@ -128,7 +128,9 @@ def _notes(measured: Mapping[str, Any]) -> Iterator[str]:
     )
     if temperature := measured.get("temperature"):
         yield f"temperature {temperature:g}: acceptance of speculative sampling" + (
-            ", as expected from both models' distributions" if measured["mode"] == "chain" else ""
+            ", as expected from both models' distributions; exact for answers sampled so"
+            if measured["mode"] == "chain"
+            else ""
         )
     left_out = {k: p["left_out"] for k, p in pooled.items() if p["left_out"]}
     if left_out:
