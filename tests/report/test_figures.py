@@ -5,7 +5,6 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from paceline.report.charts import duration
 from paceline.report.figures import (
     HEIGHT,
     WIDTH,
@@ -16,6 +15,7 @@ from paceline.report.figures import (
     line_figure,
     linear_axis,
 )
+from paceline.units import duration_text
 
 
 def _tree(markup):
@@ -115,4 +115,4 @@ def test_bars_are_as_long_as_their_values():
     + [(3599.6, "1 h 0 min"), (7500, "2 h 5 min")],
 )
 def test_durations(seconds, text):
-    assert duration(seconds) == text
+    assert duration_text(seconds) == text

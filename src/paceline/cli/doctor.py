@@ -5,8 +5,9 @@ from typing import Any
 from rich.console import Console
 
 from paceline.cli.command import Command
-from paceline.cli.output import facts, size
+from paceline.cli.output import facts
 from paceline.recipe import DoctorOptions
+from paceline.units import size_text
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -56,26 +57,30 @@ def _cpu(cpu: dict[str, Any]) -> str:
 
 
 def _gpu(gpu: dict[str, Any]) -> str:
-    free = f", {size(gpu['free_bytes'])} free" if "free_bytes" in gpu else ""
+    free = f", {size_text(gpu['free_bytes'])} free" if "free_bytes" in gpu else ""
     state = "computes" if gpu["works"] else "does not compute"
-    memory = size(gpu["memory_bytes"])
+    memory = size_text(gpu["memory_bytes"])
     return f"{gpu['name']}, {memory}{free}, compute capability {gpu['capability']}, {state}"
 
 
 def _memory(memory: dict[str, Any]) -> str:
-    locked = memory["locked_limit_bytes"]
-    return (
-        f"{size(memory['total_bytes'])}, {size(memory['available_bytes'])} not in use; lockable "
-        f"{'without limit' if locked is None else size(locked)}; /dev/shm "
-        f"{'none' if memory['shm_free_bytes'] is None else size(memory['shm_free_bytes'])}; "
-        f"{memory['open_files_limit']:,} open files"
+    locked, shm = memory["locked_limit_bytes"], memory["shm_free_bytes"]
+    return ", ".join(
+        (
+            size_text(memory["total_bytes"]),
+            f"{size_text(memory['available_bytes'])} not in use",
+            "lockable without limit" if locked is None else f"{size_text(locked)} lockable",
+            "no /dev/shm" if shm is None else f"/dev/shm {size_text(shm)} free",
+            f"{memory['open_files_limit']:,} open files",
+        )
     )
 
 
 def _disk(disk: dict[str, Any]) -> str:
+    free, total = size_text(disk["free_bytes"]), size_text(disk["total_bytes"])
     return (
-        f"{size(disk['free_bytes'])} of {size(disk['total_bytes'])} free at {disk['folder']}; "
-        f"cache {disk['cache']}, {size(disk['cache_free_bytes'])} free"
+        f"{free} of {total} free at {disk['folder']}; cache {disk['cache']}, "
+        f"{size_text(disk['cache_free_bytes'])} free"
     )
 
 

@@ -118,12 +118,3 @@ def share(value: float | None) -> str:
 def counts(mapping: dict[str, int]) -> str:
     """{reason: n} in words."""
     return ", ".join(f"{name} {n:,}" for name, n in mapping.items()) or "none"
-
-
-def size(num_bytes: float) -> str:
-    """1,536 -> `1.5 kB`; powers of 1,000, as disks are sold."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}" if num_bytes < 100 else f"{num_bytes:.0f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:,.2f} TB"

@@ -5,8 +5,9 @@ from typing import Any
 from rich.console import Console
 
 from paceline.cli.command import Command
-from paceline.cli.output import count, facts, size, table
+from paceline.cli.output import count, facts, table
 from paceline.recipe import PlanOptions
+from paceline.units import duration_text, size_text
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -24,16 +25,18 @@ def show(result: dict[str, Any], console: Console) -> None:
     rows = [
         [
             name,
-            size(stage["bytes"]),
+            size_text(stage["bytes"]),
             count(stage["files"]),
-            duration(stage["seconds"]),
-            size(stage["host_bytes"]),
-            size(stage["device_bytes"]) if stage["device_bytes"] else "-",
+            _time(stage["seconds"]),
+            size_text(stage["host_bytes"]),
+            size_text(stage["device_bytes"]) if stage["device_bytes"] else "-",
         ]
         for name, stage in result["stages"].items()
     ]
     total = result["total"]
-    rows.append(["in all", size(total["bytes"]), count(total["files"]), duration(total["seconds"])])
+    rows.append(
+        ["in all", size_text(total["bytes"]), count(total["files"]), _time(total["seconds"])]
+    )
     columns = ["stage", "on disk", "files", "time", "host memory", "device memory"]
     console.print(table("", columns, rows))
     for name, stage in result["stages"].items():
@@ -49,17 +52,14 @@ def problems(result: dict[str, Any]) -> list[str]:
     if disk["fits"]:
         return []
     return [
-        f"plan: {disk['folder']} has {size(disk['free'])} free, the run needs "
-        f"{size(disk['needed'])} at its largest: make room, or choose a smaller codec or less data"
+        f"plan: {disk['folder']} has {size_text(disk['free'])} free, the run needs "
+        f"{size_text(disk['needed'])} at its largest: make room, or choose a smaller codec or less "
+        "data"
     ]
 
 
-def duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "not foretold"
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:,.0f} min" if seconds < 36_000 else f"{seconds / 3600:,.1f} h"
+def _time(seconds: float | None) -> str:
+    return "not foretold" if seconds is None else duration_text(seconds)
 
 
 def _target(target: dict[str, Any]) -> str:
@@ -67,7 +67,7 @@ def _target(target: dict[str, Any]) -> str:
     return (
         f"{target['target']}: {target['layers']} layers, width {target['hidden_size']:,}, "
         f"{weights:,.2f} billion weights ({active:,.2f} billion met by a token, embedding and head "
-        f"apart), {size(target['weight_bytes'])}"
+        f"apart), {size_text(target['weight_bytes'])}"
     )
 
 
@@ -92,7 +92,7 @@ def _memory(result: dict[str, Any]) -> str:
     lines = []
     for name in ("extract", "train"):
         for place, parts in stages[name]["memory"].items():
-            words = ", ".join(f"{part} {size(value)}" for part, value in parts.items())
+            words = ", ".join(f"{part} {size_text(value)}" for part, value in parts.items())
             if words:
                 lines.append(f"{name}: memory of the {place}: {words}")
     return "\n".join(lines)
@@ -100,10 +100,8 @@ def _memory(result: dict[str, Any]) -> str:
 
 def _notes(result: dict[str, Any]) -> list[str]:
     total, disk = result["total"], result["disk"]
-    lines = [
-        f"disk: {size(disk['needed'])} needed at the largest, {size(disk['free'])} free in "
-        f"{disk['folder']}"
-    ]
+    needed, free = size_text(disk["needed"]), size_text(disk["free"])
+    lines = [f"disk: {needed} needed at the largest, {free} free in {disk['folder']}"]
     if total["cost"] is not None:
         lines.append(f"cost: {total['cost']:,.2f} at {total['devices']} devices")
     lines.append(f"kept in {result['file']}")

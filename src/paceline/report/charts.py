@@ -17,6 +17,7 @@ from paceline.report.figures import (
     linear_axis,
 )
 from paceline.runlog import TrainingLog
+from paceline.units import duration_text
 
 METHOD_NAMES = {"draft": "draft", "bigram": "bigram table", "prompt_lookup": "prompt lookup"}
 _MAX_POINTS = 160
@@ -157,19 +158,9 @@ def times_figure(seconds: dict[str, float]) -> Figure | None:
     """Time of each stage; None where it was not kept."""
     if not seconds:
         return None
-    bars = [(name, value, duration(value)) for name, value in seconds.items()]
-    total = duration(sum(seconds.values()))
+    bars = [(name, value, duration_text(value)) for name, value in seconds.items()]
+    total = duration_text(sum(seconds.values()))
     return Figure("Time per stage", bar_figure("Time per stage", bars), f"{total} in all")
-
-
-def duration(seconds: float) -> str:
-    """4.2 s, 3 min 20 s, 2 h 5 min."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
 
 
 def _loss_figure(log: TrainingLog, heldout: list[tuple[int, dict[str, Any]]]) -> Figure:

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from paceline.report.charts import duration
 from paceline.report.gather import RunRecord
 from paceline.report.sections import Table
+from paceline.units import duration_text, size_text
 
 
 def planned(run: RunRecord) -> dict[str, Any] | None:
@@ -18,9 +18,9 @@ def planned(run: RunRecord) -> dict[str, Any] | None:
     rows: list[list[str | tuple[str, str]]] = [
         [
             name,
-            _cell(entry["bytes"], run.sizes[name].num_bytes, size),
+            _cell(entry["bytes"], run.sizes[name].num_bytes, size_text),
             _cell(entry["files"], run.sizes[name].num_files, _count),
-            _cell(entry["seconds"], run.seconds.get(name), duration),
+            _cell(entry["seconds"], run.seconds.get(name), duration_text),
         ]
         for name, entry in stages.items()
     ]
@@ -33,23 +33,14 @@ def planned(run: RunRecord) -> dict[str, Any] | None:
     return {"about": about, "table": Table(["stage", "bytes", "files", "time"], rows)}
 
 
-def size(num_bytes: float) -> str:
-    """1,500 -> `1.50 kB`."""
-    for unit in ("B", "kB", "MB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:,.2f} GB"
-
-
 def _totals(run: RunRecord, stages: dict[str, Any]) -> list[str | tuple[str, str]]:
     timed = [n for n, entry in stages.items() if entry["seconds"] is not None and n in run.seconds]
     total = lambda key, names: sum(stages[name][key] for name in names)
     taken = sum(run.seconds[name] for name in timed) if timed else None
     return [
-        _cell(total("bytes", stages), sum(run.sizes[n].num_bytes for n in stages), size),
+        _cell(total("bytes", stages), sum(run.sizes[n].num_bytes for n in stages), size_text),
         _cell(total("files", stages), sum(run.sizes[n].num_files for n in stages), _count),
-        _cell(total("seconds", timed), taken, duration),
+        _cell(total("seconds", timed), taken, duration_text),
     ]
 
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from paceline.report.charts import duration, methods_of
+from paceline.report.charts import methods_of
 from paceline.report.gather import RunRecord
+from paceline.units import duration_text
 
 _HEADLINE_LENGTH = 3
 _MODES = {
@@ -261,7 +262,7 @@ def stage_table(run: RunRecord) -> Table:
             record.folder.name,
             record.manifest.fingerprint or "",
             (record.manifest.finished or "").replace("T", " ").removesuffix("+00:00"),
-            duration(run.seconds[name]) if name in run.seconds else "not kept",
+            duration_text(run.seconds[name]) if name in run.seconds else "not kept",
         ]
         for name, record in run.stages.items()
     ]
