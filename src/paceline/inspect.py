@@ -167,8 +167,7 @@ def _sample_of(store: Store, sample_id: str | None) -> dict[str, Any] | None:
         split=record.split,
         num_past_end=record.num_past_end,
     )
-    recorded = store.manifest.result or {"target": _recorded_by_input(store.manifest)}
-    return _decoded_for(recorded["target"], sample)
+    return _decoded(store.manifest, sample)
 
 
 def _generated(folder: Path, _: Manifest, sample_id: str | None) -> dict[str, Any]:
@@ -247,19 +246,10 @@ def _no_sample(folder: Path | str, sample_id: str | None) -> UsageError:
 
 
 def _decoded(manifest: Manifest, sample: TokenSample | None) -> dict[str, Any] | None:
+    """The sample's text in pieces: `context`, `supervised`, `past_end`."""
     if sample is None:
         return None
-    return _decoded_for(manifest.result.get("target") or _recorded_by_input(manifest), sample)
-
-
-def _recorded_by_input(manifest: Manifest) -> dict[str, Any]:
-    """What an unfinished folder knows of its target: the path among its inputs."""
-    return {"target": manifest.inputs["target"]["path"]}
-
-
-def _decoded_for(recorded: dict[str, Any], sample: TokenSample) -> dict[str, Any]:
-    """The sample's text in pieces: `context`, `supervised`, `past_end`."""
-    target, note = _target(recorded)
+    target, note = _target(manifest.result.get("target") or _recorded_by_input(manifest))
     pieces = []
     if target:
         kinds = np.where(sample.loss_mask, "supervised", "context").astype(object)
@@ -278,8 +268,16 @@ def _decoded_for(recorded: dict[str, Any], sample: TokenSample) -> dict[str, Any
     }
 
 
-def _target(recorded: dict[str, Any]) -> tuple[Target | None, str | None]:
+def _recorded_by_input(manifest: Manifest) -> dict[str, Any] | None:
+    """What an unfinished folder knows of its target: the path among its inputs."""
+    found = manifest.inputs.get("target")
+    return {"target": found["path"]} if found and "path" in found else None
+
+
+def _target(recorded: dict[str, Any] | None) -> tuple[Target | None, str | None]:
     """The target for its tokenizer; or why it is not there: a folder can outlive its target."""
+    if recorded is None:
+        return None, "not decoded: the folder does not name its target"
     try:
         target = open_target(TargetOptions(), recorded)
         _ = target.tokenizer

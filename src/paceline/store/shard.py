@@ -269,8 +269,11 @@ class Shard(MappedTensors):
                 f"{self.path} is {found[0]!r} of version {found[1]!r}; this paceline reads "
                 f"{FORMAT!r} of version {VERSION}"
             )
-        self.spec = StoreSpec.from_dict(json.loads(self.metadata["spec"]))
-        self.num_samples = int(self.metadata["num_samples"])
+        try:
+            self.spec = StoreSpec.from_dict(json.loads(self.metadata["spec"]))
+            self.num_samples = int(self.metadata["num_samples"])
+        except (KeyError, ValueError, StoreError) as error:
+            raise StoreCorruption(f"{self.path}: the header lacks {error}") from error
 
     @cached_property
     def offsets(self) -> np.ndarray:
