@@ -104,6 +104,6 @@ def _row(source: str, k: str, figures: Mapping[str, Any]) -> dict[str, Any]:
         "k": k,
         "length": "none" if length is None else f"{length:.3f}",
         "interval": "none" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}",
-        "steps": figures["verify_steps"],
+        "steps": f"{figures['verify_steps']:.0f}",
         "positions": ", ".join(f"{share:.3f}" for share in figures["per_position"]),
     }
