@@ -1,5 +1,6 @@
 """The `codec-report` verb: one store in every codec, and what each costs."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from paceline.target.model import TeacherHead
 from paceline.target.spec import Target, open_target
 
 RESULT_FILE = "result.json"
+LOSSES_FILE = "losses-{codec}.json"
 _RAW = "raw"
 
 
@@ -56,23 +58,11 @@ def _measure(
 ) -> dict[str, Any]:
     stores = _store_in_all_codecs(options, stage.path / "stores", store)
     plain = Store(stores[_RAW])
-    head = TeacherHead(
-        target,
-        torch.float32,
-        choose_device(options.device),
-        is_normed=plain.spec.last_is_normed,
-    )
-    lab = DraftLab(options, stage.path / "drafts", stores)
     codecs: dict[str, dict[str, Any]] = {_RAW: _sizes(plain)}
     for codec in options.codecs:
-        pairs = Pairs(plain, Store(stores[codec]))
-        errors, is_same = errors_of(pairs)
-        codecs[codec] = {
-            **_sizes(pairs.coded),
-            "same_bits": is_same,
-            "errors": errors,
-            "kl": kl_of(pairs, head, options.kl_rows),
-        }
+        coded = Store(stores[codec])
+        codecs[codec] = {**_sizes(coded), **_losses(options, stage, target, Pairs(plain, coded))}
+    lab = DraftLab(options, stage.path / "drafts", stores)
     if options.steps:
         for codec, found in codecs.items():
             # The same bits make the same draft: nothing would be learnt from training it again.
@@ -86,6 +76,29 @@ def _measure(
     }
     write_json(stage.path / RESULT_FILE, result)
     return stage.finish(result, content=fingerprint.of_json(result))
+
+
+def _losses(
+    options: CodecReportOptions, stage: StageFolder, target: Target, pairs: Pairs
+) -> dict[str, Any]:
+    """What a codec does to states; kept in a file, so that a second run need not look again."""
+    path = stage.path / LOSSES_FILE.format(codec=pairs.coded.spec.codec)
+    if path.is_file():
+        return json.loads(path.read_text())
+    errors, is_same = errors_of(pairs)
+    head = TeacherHead(
+        target,
+        torch.float32,
+        choose_device(options.device),
+        is_normed=pairs.plain.spec.last_is_normed,
+    )
+    found = {
+        "same_bits": is_same,
+        "errors": errors,
+        "kl": kl_of(pairs, head, options.kl_rows),
+    }
+    write_json(path, found)
+    return found
 
 
 def _store_in_all_codecs(
