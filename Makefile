@@ -12,6 +12,10 @@ demo: $(VENV)/ready
 test: $(VENV)/ready-test
 	$(BIN)/pytest
 
+# The store killed at 200 random instants and at every call, its bits flipped, its disk filled.
+torture: $(VENV)/ready-test
+	PACELINE_ROUNDS=200 $(BIN)/pytest -s $(addprefix tests/store/test_,kills.py flips.py full_disk.py power_cut.py)
+
 lint: $(VENV)/ready-test
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/ruff format --check src tests benchmarks
