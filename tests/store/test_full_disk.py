@@ -2,7 +2,7 @@
 
 import errno
 import os
-import subprocess
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +11,9 @@ import pytest
 from paceline.errors import DiskFullError, StoreError
 from paceline.store.files import shard_numbers
 
+from ..small_disk import resize, small_disk
 from .making import make_sample, make_spec
+from .rounds import ROUNDS
 from .working import assert_equal_to_undisturbed, published_now, run
 
 # 100 samples of some 64 KiB and shards of 256 KiB, on 1 MiB.
@@ -20,21 +22,15 @@ BIG_SAMPLES = [make_sample(i, num_tokens=70) for i in range(100)]
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A mounted tmpfs of 1 MiB (the tests run as root, as CI's containers do)."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=True)
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "1m") as folder:
+        yield folder
 
 
-def test_E11_a_full_disk_is_a_clear_error_and_the_rerun_goes_on(
-    tmp_path: Path, small_disk: Path
-) -> None:
+def test_E11_a_full_disk_is_a_clear_error_and_the_rerun_goes_on(tmp_path: Path, disk: Path) -> None:
     undisturbed = tmp_path / "undisturbed"
     run(undisturbed, BIG_SAMPLES, BIG_SPEC)
-    folder = small_disk / "store"
+    folder = disk / "store"
     with pytest.raises(DiskFullError, match=r"no space left .* run the same command again"):
         run(folder, BIG_SAMPLES, BIG_SPEC)
     published = published_now(folder)
@@ -46,11 +42,36 @@ def test_E11_a_full_disk_is_a_clear_error_and_the_rerun_goes_on(
         run(folder, BIG_SAMPLES, BIG_SPEC)
     assert published.items() <= published_now(folder).items()
     stamps = [(p.name, p.stat().st_mtime_ns) for p in sorted((folder / "shards").iterdir())]
-    subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
+    resize(disk, "64m")
     run(folder, BIG_SAMPLES, BIG_SPEC)
     assert_equal_to_undisturbed(folder, undisturbed, BIG_SAMPLES)
     now = [(p.name, p.stat().st_mtime_ns) for p in sorted((folder / "shards").iterdir())]
     assert now[: len(stamps)] == stamps
+
+
+def test_a_disk_that_grows_by_a_little_each_time_is_filled_to_the_end(tmp_path: Path) -> None:
+    """Each run gets somewhat further, fails for want of room at another place and loses nothing."""
+    rng = random.Random(1)
+    undisturbed = tmp_path / "undisturbed"
+    run(undisturbed)
+    full = rounds = 0
+    while full < ROUNDS // 2:
+        rounds += 1
+        kib = rng.randint(24, 64)
+        with small_disk(tmp_path / f"disk-{rounds}", f"{kib}k") as disk:
+            folder = disk / "store"
+            while True:
+                before = published_now(folder)
+                try:
+                    run(folder, num_lanes=1 + rounds % 2)
+                    break
+                except DiskFullError:
+                    full += 1
+                assert before.items() <= published_now(folder).items()
+                kib += rng.randint(4, 40)
+                resize(disk, f"{kib}k")
+            assert_equal_to_undisturbed(folder, undisturbed)
+    print(f"{full} full disks in {rounds} runs")
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "rename", "open"])

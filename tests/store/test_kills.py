@@ -1,6 +1,6 @@
 """kill -9 at any instant: nothing published is lost, nothing half is published, the same command
-goes on to a store equal to an undisturbed one. PACELINE_KILLS sets the number of random kills
-(`make torture`: 200); kills at each system call come on top."""
+goes on to a store equal to an undisturbed one. Kills come at random, and at each call to the file
+system."""
 
 import itertools
 import os
@@ -16,10 +16,8 @@ from paceline.store import ShardWriter, Store, published_ids
 
 from .children import in_child, wait, with_fuse
 from .making import assert_holds, states_of, write_manifest
+from .rounds import IS_TORTURE, ROUNDS
 from .working import SAMPLES, SPEC, assert_equal_to_undisturbed, published_now, run
-
-NUM_RANDOM_KILLS = int(os.environ.get("PACELINE_KILLS", "12"))
-IS_TORTURE = NUM_RANDOM_KILLS >= 200
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +31,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_random_kills(tmp_path: Path, undisturbed: Path) -> None:
     rng = random.Random(0)
     kills = rounds = 0
-    while kills < NUM_RANDOM_KILLS:
+    while kills < ROUNDS:
         folder = tmp_path / f"round-{rounds}"
         rounds += 1
         while not _finished(folder):
             before = published_now(folder)
             # Now and then one is let through, so that finished folders are met too.
             kill_at = rng.randint(0, len(SAMPLES) + 4)
-            status = _run_and_kill(folder, kill_at, rng)
+            status = _run_and_kill(folder, kill_at, rng, num_lanes=1 + rounds % 2)
             kills += status == -signal.SIGKILL
             assert status in (0, -signal.SIGKILL)
             after = published_now(folder)
@@ -49,11 +47,12 @@ def test_random_kills(tmp_path: Path, undisturbed: Path) -> None:
         stamps = _stamps(folder)
         run(folder)
         assert _stamps(folder) == stamps
+    print(f"{kills} random kills of {rounds} runs")
 
 
-def _run_and_kill(folder: Path, kill_at: int, rng: random.Random) -> int:
+def _run_and_kill(folder: Path, kill_at: int, rng: random.Random, num_lanes: int) -> int:
     def work(writing: int) -> None:
-        run(folder, on_sample=lambda count: os.write(writing, b"."))
+        run(folder, on_sample=lambda count: os.write(writing, b"."), num_lanes=num_lanes)
 
     pid, reading = in_child(work)
     for _ in range(kill_at):
@@ -82,7 +81,7 @@ def test_a_kill_at_each_call_to_the_file_system(tmp_path: Path, undisturbed: Pat
     samples = SAMPLES[:6]
     plain = tmp_path / "plain"
     run(plain, samples)
-    num_calls = 0
+    num_calls = num_kills = 0
     for after in (False, True):
         for n in itertools.count(int(after), 1 if IS_TORTURE else 9):
             folder = tmp_path / f"{after}-{n}"
@@ -90,10 +89,11 @@ def test_a_kill_at_each_call_to_the_file_system(tmp_path: Path, undisturbed: Pat
             if wait(*in_child(fuse)) == 0:
                 num_calls += n
                 break
-            wait(*in_child(fuse))
+            num_kills += 1 + (wait(*in_child(fuse)) != 0)
             run(folder, samples)
             assert_equal_to_undisturbed(folder, plain, samples)
     assert num_calls > 60
+    print(f"{num_kills} kills before and after the calls of a run, {num_calls // 2} of them")
 
 
 def test_sigterm_leaves_a_folder_that_goes_on(tmp_path: Path, undisturbed: Path) -> None:

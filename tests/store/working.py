@@ -28,13 +28,14 @@ def run(
     samples: Sequence[TokenSample] = SAMPLES,
     spec: StoreSpec = SPEC,
     on_sample: Callable[[int], None] = lambda count: None,
+    num_lanes: int = 1,
 ) -> None:
     """Open or resume the folder, write what is missing, commit: as `extract` does it."""
     with open_stage(folder, "extract", {"data": {"fingerprint": "d"}}, {"o": 1}) as stage:
         if stage.done:
             return
         published = published_ids(stage.path)
-        with ShardWriter(stage.path, spec) as writer:
+        with ShardWriter(stage.path, spec, num_lanes=num_lanes) as writer:
             for sample in samples:
                 if sample.sample_id not in published:
                     writer.add(sample, *states_of(sample, spec))
