@@ -1,6 +1,7 @@
 """Prompt sets: what is read, how later turns are made, and figures for each set and pooled."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -207,4 +208,17 @@ def test_decoding_is_told_for_each_set_and_pooled(target, draft, tmp_path):
             max_new_tokens=6,
             dtype="float32",
             out=str(out),
+        )
+
+
+def test_mode_served_without_vllm_says_what_to_install(target, draft, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    file = write_set(tmp_path / "s.jsonl", {"turns": ["hello"]})
+    with pytest.raises(UsageError, match=r"paceline\[vllm\]"):
+        paceline.evaluate(
+            mode="served",
+            draft=str(draft),
+            target=str(target.folder),
+            prompts=[file],
+            out=str(tmp_path / "out"),
         )

@@ -1,5 +1,6 @@
 """Mode served: acceptance by vLLM's own counters, speed and outputs with and without the draft."""
 
+import re
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from paceline.device import dtype_name
-from paceline.errors import EvaluationError
+from paceline.errors import EvaluationError, UsageError
 from paceline.evaluate.outputs import Difference, Key, compare, summary
 from paceline.evaluate.prompts import Questions, open_questions
 from paceline.evaluate.serving import Served, Server, ask, speed
@@ -29,7 +30,9 @@ def measure_served(
 ) -> Measured:
     """Measure through vLLM. source: not needed for a server that already runs with its draft.
 
-    Raises EvaluationError, EngineError; ExportError for a draft that vLLM would serve wrong.
+    A checkpoint is read by paceline first, which refuses what vLLM would pass over in silence; a
+    trained draft is written as `export` writes it. Raises EvaluationError, EngineError; ExportError
+    for a draft that vLLM would serve wrong; UsageError where what it takes is not installed.
     """
     questions = open_questions(options, target)
     with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
@@ -53,7 +56,10 @@ class _Servers:
 
 
 def _running(options: EvaluateOptions, target: Target) -> _Servers:
-    from paceline.evaluate.served_http import RunningServer
+    try:
+        from paceline.evaluate.served_http import RunningServer
+    except ImportError as error:
+        raise UsageError(f"`server` needs the extra paceline[openai]: {error}") from error
 
     at = lambda url: lambda: RunningServer(url, options, target.end_of_turn_ids)
     plain = at(options.plain_server) if options.plain_server and options.compare_plain else None
@@ -68,9 +74,16 @@ def _started(
     questions: Questions,
     scratch: Path,
 ) -> _Servers:
-    from paceline.evaluate.served_vllm import InProcess, vllm_arguments
+    from paceline.evaluate.served_vllm import InProcess, installed_version, vllm_arguments
 
-    folder = _servable(source, target, dtype, scratch)
+    draft = source.load(target)
+    check_carried(FORMS[VLLM], draft.config, target.num_layers, _release(installed_version()))
+    folder = source.folder
+    if source.trained is not None:
+        folder = scratch / VLLM
+        in_parts = options.engine_options.get("pipeline_parallel_size", 1) > 1
+        serving = Serving(dtype_name(dtype), copies_embedding=in_parts)
+        write_draft(folder, draft, VLLM, target, serving)
     longest = questions.longest(options.max_new_tokens) + max(options.num_draft_tokens) + 1
     arguments = vllm_arguments(options, target, dtype_name(dtype), longest)
     start = lambda k: (
@@ -82,15 +95,9 @@ def _started(
     )
 
 
-def _servable(source: DraftSource, target: Target, dtype: torch.dtype, scratch: Path) -> Path:
-    """A folder that vLLM loads. A checkpoint is read by paceline first, which refuses what vLLM
-    would pass over in silence; a trained draft is written as `export` writes it."""
-    draft = source.load(target)
-    if source.trained is None:
-        return source.folder
-    check_carried(FORMS[VLLM], draft.config, target.num_layers)
-    write_draft(scratch / VLLM, draft, VLLM, target, Serving(dtype_name(dtype)))
-    return scratch / VLLM
+def _release(version: str) -> str:
+    """0.32.0.post1 -> 0.32.0."""
+    return ".".join(re.findall(r"\d+", version)[:3])
 
 
 @dataclass

@@ -38,6 +38,20 @@ def vllm_arguments(
     }
 
 
+def installed_version() -> str:
+    """Imports vLLM as it is to run here. Raises UsageError where it is not installed."""
+    # vLLM's own processes must not inherit this one's threads.
+    set_environment({"VLLM_WORKER_MULTIPROC_METHOD": "spawn"})
+    try:
+        import vllm
+    except ImportError as error:
+        raise UsageError(
+            f"mode served starts vLLM, which cannot be imported here ({error}): install "
+            "paceline[vllm], or name a running server as `server`"
+        ) from error
+    return vllm.__version__
+
+
 class InProcess:
     """See `serving.Server`."""
 
@@ -50,8 +64,6 @@ class InProcess:
         end_ids: set[int],
     ) -> None:
         """num_draft_tokens 0: the target alone."""
-        # vLLM's own processes must not inherit this one's threads.
-        set_environment({"VLLM_WORKER_MULTIPROC_METHOD": "spawn"})
         import vllm
         from vllm.platforms import current_platform
 
