@@ -24,6 +24,7 @@ from paceline.target.spec import Target, TargetReference
 
 from ..conftest import RealRun
 from ..lines import TINY_LAYERS, extracted, prepared
+from ..small_disk import small_disk
 from ..targets import save_target
 
 # `paceline.extract.run` is the stage's function; this is the module that holds it.
@@ -141,14 +142,18 @@ def test_data_of_another_target_are_refused_by_what_differs(tmp_path):
         paceline.extract(target=str(other), data=str(data), out=str(tmp_path / "store"))
 
 
-def test_a_store_that_cannot_fit_is_refused_before_the_start(tmp_path, monkeypatch):
-    data = str(prepared(tmp_path, num_rows=4))
-    usage = extract_run.shutil.disk_usage(tmp_path)._replace(free=1 << 20)
-    monkeypatch.setattr(extract_run.shutil, "disk_usage", lambda _: usage)
-    says = r"4 samples needs about 0\.07 GB more \(codec raw\), the disk has 0\.00 GB free"
-    with pytest.raises(DiskFullError, match=says):
-        paceline.extract(data=data, out=str(tmp_path / "store"), layers=TINY_LAYERS)
-    assert not list((tmp_path / "store").glob("shards/*"))
+def test_a_store_that_cannot_fit_is_refused_before_the_start(tmp_path):
+    """On a real disk of 70 MiB: 64 MiB are left free besides the store."""
+    data = str(prepared(tmp_path, num_rows=200))
+    says = r"200 samples needs about 0\.0\d GB more \(codec raw\), the disk has 0\.0\d GB free"
+    with small_disk(tmp_path / "disk", "65m") as disk:
+        with pytest.raises(DiskFullError, match=says):
+            paceline.extract(data=data, out=str(disk / "store"), layers=TINY_LAYERS)
+        assert not list((disk / "store").glob("shards/*"))
+        # A quarter of the bytes fits: the codec counts.
+        smaller = {"layers": TINY_LAYERS, "codec": "int8", "overwrite": True}
+        result = paceline.extract(data=data, out=str(disk / "store"), **smaller)
+        assert result["accounting"]["done"] == 200
 
 
 class _Wrong(TransformersEngine):
