@@ -41,11 +41,11 @@ def measure_served(
             if options.server
             else _started(options, source, target, dtype, questions, Path(scratch))
         )
-        return _measure(options, questions, servers)
+        return measure_servers(options, questions, servers)
 
 
 @dataclass(frozen=True)
-class _Servers:
+class Servers:
     """How to open each, when it is its turn: two at a time need not fit.
 
     drafting: by chain length; None: whatever the server runs with.
@@ -55,7 +55,7 @@ class _Servers:
     drafting: dict[int | None, Callable[[], Server]]
 
 
-def _running(options: EvaluateOptions, target: Target) -> _Servers:
+def _running(options: EvaluateOptions, target: Target) -> Servers:
     try:
         from paceline.evaluate.served_http import RunningServer
     except ImportError as error:
@@ -63,7 +63,7 @@ def _running(options: EvaluateOptions, target: Target) -> _Servers:
 
     at = lambda url: lambda: RunningServer(url, options, target.end_of_turn_ids)
     plain = at(options.plain_server) if options.plain_server and options.compare_plain else None
-    return _Servers(plain, {None: at(options.server)})
+    return Servers(plain, {None: at(options.server)})
 
 
 def _started(
@@ -73,7 +73,7 @@ def _started(
     dtype: torch.dtype,
     questions: Questions,
     scratch: Path,
-) -> _Servers:
+) -> Servers:
     from paceline.evaluate.served_vllm import InProcess, installed_version, vllm_arguments
 
     draft = source.load(target)
@@ -89,7 +89,7 @@ def _started(
     start = lambda k: (
         lambda: InProcess(arguments, folder, k, options.max_new_tokens, questions.end_ids)
     )
-    return _Servers(
+    return Servers(
         start(0) if options.compare_plain else None,
         {k: start(k) for k in options.num_draft_tokens},
     )
@@ -139,7 +139,8 @@ class _Outcome:
         ]
 
 
-def _measure(options: EvaluateOptions, questions: Questions, servers: _Servers) -> Measured:
+def measure_servers(options: EvaluateOptions, questions: Questions, servers: Servers) -> Measured:
+    """Ask the target alone, then each server with a draft, and set them beside each other."""
     plain = None
     if servers.plain is not None:
         with closing(servers.plain()) as server:

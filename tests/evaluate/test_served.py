@@ -1,0 +1,143 @@
+"""The accounting around servers: who is asked what, what is counted for whom, what is compared.
+
+The servers here are scripted; real ones are in tests/engines/serving.
+"""
+
+import pytest
+
+from paceline.errors import EvaluationError
+from paceline.evaluate.metrics import DraftCounters
+from paceline.evaluate.prompts import Chat, Questions
+from paceline.evaluate.served import Servers, measure_servers
+from paceline.recipe import EvaluateOptions
+
+K = 2
+
+
+class NextTurn:
+    """Makes a second prompt out of the first and its answer."""
+
+    def go_on(self, chat, turn, answer, end_ids):
+        if len(chat.prompts) == turn + 1 < len(chat.turns):
+            chat.prompts.append([*chat.prompts[turn], *answer, 99])
+
+
+class Scripted:
+    """Answers a prompt with its first token, three times; `odd` prompts with another ending.
+
+    Every request takes one draft for each token of the prompt, of which one token is accepted.
+    """
+
+    describe = {"name": "scripted"}
+
+    def __init__(self, num_draft_tokens=K, odd=(), short=0):
+        self.k, self.odd, self.short = num_draft_tokens, odd, short
+        self.asked = []
+        self.closed = False
+        self.total = DraftCounters(7, 7 * K, 5, (4, 1) if num_draft_tokens else (), 50)
+
+    def answer(self, prompts, at_a_time):
+        self.asked.append((len(prompts), at_a_time))
+        answers = [[p[0], p[0], 77 if p[0] in self.odd else p[0]] for p in prompts]
+        for prompt in prompts:
+            n, t = len(prompt), self.total
+            self.total = DraftCounters(
+                t.drafts + n,
+                t.draft_tokens + K * n - self.short,
+                t.accepted + n,
+                (t.per_position[0] + n, t.per_position[1]) if self.k else (),
+                t.generated + 3,
+            )
+        return answers
+
+    def counters(self, generated=0):
+        assert self.total.generated >= generated
+        return self.total
+
+    def gap(self, prompt, own, other):
+        assert (own, other) == (prompt[0], 77)
+        return 1e-5 if prompt[0] == 20 else 0.5
+
+    def close(self):
+        self.closed = True
+
+
+def questions():
+    chats = [
+        Chat("a/0", "a/0", "a", [[10]], ["x", "y"]),
+        Chat("b/0", "b/0", "b", [[20, 21]], ["x"]),
+        Chat("a/1", "a/1", "a", [[30, 31, 32]], ["x"]),
+        # A second sample of the conversation before it.
+        Chat("a/1b", "a/1", "a", [[40]], ["x"]),
+    ]
+    return Questions(chats, {1}, NextTurn())
+
+
+def measured(plain, drafting, **options):
+    servers = Servers(plain and (lambda: plain), drafting)
+    options = EvaluateOptions(mode="served", bootstrap=100, **options)
+    return measure_servers(options, questions(), servers)
+
+
+def test_one_at_a_time_counts_are_of_conversations():
+    plain, drafting = Scripted(0), Scripted()
+    found = measured(plain, {K: lambda: drafting})
+    pooled, sources = (found.result["results"][str(K)][n] for n in ("pooled", "sources"))
+    # The second turn's prompt holds the first, its answer and one token more: 1 + 3 + 1.
+    assert pooled["verify_steps"] == (1 + 5) + 2 + 3 + 1
+    assert pooled["acceptance_length"] == 2.0 and pooled["interval"] == [2.0, 2.0]
+    assert {name: s["verify_steps"] for name, s in sources.items()} == {"a": 10, "b": 2}
+    assert pooled["conversations"] == 3
+    rows = {row["conversation"]: row["verify_steps"] for row in found.conversations}
+    assert rows == {"a/0": 6, "b/0": 2, "a/1": 4}
+    # The warm-up came first and is in no figure.
+    assert plain.asked == drafting.asked == [(1, 1)] * 6
+    assert plain.closed and drafting.closed
+
+
+def test_several_at_a_time_are_counted_by_source_without_intervals():
+    drafting = Scripted()
+    found = measured(Scripted(0), {K: lambda: drafting}, batch_sizes=[4, 2])
+    pooled, sources = (found.result["results"][str(K)][n] for n in ("pooled", "sources"))
+    assert (pooled["verify_steps"], pooled["conversations"]) == (12, 3)
+    assert pooled["interval"] is None
+    assert {name: s["conversations"] for name, s in sources.items()} == {"a": 2, "b": 1}
+    # Warm-up; source a, its second turns; source b; all prompts again, two at a time.
+    assert drafting.asked == [(1, 1), (3, 4), (1, 4), (1, 4), (5, 2)]
+    assert found.result["speed"][str(K)].keys() == {"4", "2"}
+
+
+def test_all_servers_answer_the_prompts_that_the_target_made():
+    """An odd first answer does not change the second prompt."""
+    drafting = Scripted(odd=(10, 20))
+    found = measured(Scripted(0), {K: lambda: drafting})
+    lossless = found.result["lossless"]
+    assert (lossless["equal_outputs"], lossless["outputs"], lossless["near_ties"]) == (2, 5, 1)
+    assert [(d["conversation"], d["turn"], d["gap"]) for d in lossless["differences"]] == [
+        ("a/0", 0, 0.5),
+        ("a/0", 1, 0.5),
+        ("b/0", 0, 1e-5),
+    ]
+    assert found.result["results"][str(K)]["pooled"]["verify_steps"] == 12
+    answers = {(a["conversation"], a["turn"], a["num_draft_tokens"]): a for a in found.answers}
+    assert len(answers) == 10
+    assert answers["a/0", 0, 0]["ids"] == [10, 10, 10]
+    assert answers["a/0", 0, K]["ids"] == [10, 10, 77]
+
+
+def test_a_server_that_drafts_fewer_tokens_is_told():
+    found = measured(Scripted(0), {K: lambda: Scripted(short=1)})
+    assert found.result["short_drafts"] == {str(K): 5}
+    assert measured(None, {K: Scripted}).result["short_drafts"] == {}
+
+
+def test_without_the_target_alone_there_is_no_comparison():
+    result = measured(None, {None: Scripted}).result
+    assert list(result["results"]) == [str(K)]
+    assert "lossless" not in result
+    assert result["speed"][str(K)]["1"]["ratio"] is None
+
+
+def test_a_server_without_a_draft_cannot_be_measured():
+    with pytest.raises(EvaluationError, match="http://here/v1 counts no drafts"):
+        measured(None, {None: lambda: Scripted(0)}, server="http://here/v1")
