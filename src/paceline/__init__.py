@@ -22,6 +22,7 @@ _MODULES = (
     "doctor",
     "plan",
     "run",
+    "watch",
 )
 _FUNCTIONS = {
     "generate": "paceline.prepare.generate",

@@ -549,6 +549,14 @@ class InspectOptions(CacheOptions):
     sample: str | None = opt(None, "Id of the sample to show decoded; None: the first one.")
 
 
+class WatchOptions(Options):
+    """`watch`: what a running job does: throughput, waits, curves."""
+
+    folder: str = opt("", "Folder of a run, or of one stage.", positional=True)
+    once: bool = opt(False, "Show it once, also on a terminal.")
+    interval_s: float = opt(2.0, "Seconds between two looks.", gt=0)
+
+
 STAGES = ("generate", "prepare", "extract", "align", "train", "evaluate", "export", "report")
 
 

@@ -9,7 +9,8 @@ import pytest
 from paceline import __version__
 from paceline.cli import evaluate, extract
 from paceline.cli.acceptance import show_acceptance
-from paceline.cli.inspect import show_sample, sparkline
+from paceline.cli.inspect import show_sample
+from paceline.cli.output import sparkline
 from tests.cli.consoles import text_console
 from tests.tiny_line import program, start
 

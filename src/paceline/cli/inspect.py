@@ -1,8 +1,6 @@
 """`paceline inspect`: prints a folder's summary, a sample with its supervised tokens coloured, a
 curve as a line of blocks."""
 
-import itertools
-from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -21,7 +19,7 @@ from paceline.cli import (
     train,
 )
 from paceline.cli.command import Command
-from paceline.cli.output import count, facts, table
+from paceline.cli.output import count, facts, sparkline, table
 from paceline.recipe import InspectOptions
 
 _STAGES = {
@@ -42,8 +40,6 @@ _STAGES = {
 _STYLES = {"context": "dim", "supervised": "bold green", "past_end": "yellow"}
 # Where there are no colours, marks stand around the same pieces.
 _MARKS = {"context": ("", ""), "supervised": ("{+", "+}"), "past_end": ("{~", "~}")}
-_BLOCKS = "▁▂▃▄▅▆▇█"
-_SPARKLINE_WIDTH = 60
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -92,16 +88,6 @@ def show_sample(sample: dict[str, Any], console: Console) -> None:
     console.print(text, soft_wrap=True)
     if sample["note"]:
         console.print(sample["note"], style="yellow", markup=False)
-
-
-def sparkline(values: Sequence[float], width: int = _SPARKLINE_WIDTH) -> str:
-    """Values as a line of blocks from lowest to highest, each the mean of its share of them."""
-    width = min(width, len(values))
-    borders = [i * len(values) // width for i in range(width + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(borders)]
-    low, high = min(means), max(means)
-    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BLOCKS[round((mean - low) * scale)] for mean in means)
 
 
 def _show_curve(curve: list[dict[str, Any]], console: Console) -> None:

@@ -32,6 +32,7 @@ from paceline.cli import (
     report,
     run,
     train,
+    watch,
 )
 from paceline.cli.command import Command, Request, add_command
 from paceline.cli.output import Output, quiet_libraries, set_up_logging
@@ -51,6 +52,7 @@ COMMANDS: tuple[Command, ...] = (
     export.COMMAND,
     report.COMMAND,
     inspect.COMMAND,
+    watch.COMMAND,
     doctor.COMMAND,
     codec_report.COMMAND,
     exchange.IMPORT_COMMAND,

@@ -1,5 +1,6 @@
 """Where words go: results to stdout, everything else to stderr; tables and numbers for people."""
 
+import itertools
 import json
 import logging
 import os
@@ -15,6 +16,8 @@ from rich.table import Table
 
 # What rich takes where there is no terminal to ask; its own 80 columns cut tables.
 _WIDTH_WITHOUT_TERMINAL = 110
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_SPARKLINE_WIDTH = 60
 
 
 class _Console(Console):
@@ -118,3 +121,13 @@ def share(value: float | None) -> str:
 def counts(mapping: dict[str, int]) -> str:
     """{reason: n} in words."""
     return ", ".join(f"{name} {n:,}" for name, n in mapping.items()) or "none"
+
+
+def sparkline(values: Sequence[float], width: int = _SPARKLINE_WIDTH) -> str:
+    """Values as a line of blocks from lowest to highest, each the mean of its share of them."""
+    width = min(width, len(values))
+    borders = [i * len(values) // width for i in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(borders)]
+    low, high = min(means), max(means)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((mean - low) * scale)] for mean in means)

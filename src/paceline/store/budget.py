@@ -95,8 +95,7 @@ class ByteBudget:
     def is_stuck(self) -> bool:
         """A writer waits for room, and nothing that was consumed could be let go."""
         with self._lock():
-            waiting = _waiting_folder(self.folder)
-            is_waiting = waiting.is_dir() and any(waiting.iterdir())
+            is_waiting = num_waiting(self.folder) > 0
             return is_waiting and not self._has_room() and not consumed_numbers(self.folder)
 
     def _mark_waiting(self) -> Path:
@@ -186,6 +185,12 @@ def budget_of(folder: Path) -> ByteBudget | None:
     if writer is None or writer.state != RUNNING or writer.budget_bytes is None:
         return None
     return ByteBudget(folder, writer)
+
+
+def num_waiting(folder: Path) -> int:
+    """How many workers of the writer wait for room."""
+    waiting = _waiting_folder(folder)
+    return len(os.listdir(waiting)) if waiting.is_dir() else 0
 
 
 def mark_consumed(folder: Path, number: int) -> None:

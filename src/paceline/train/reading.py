@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, islice
 from queue import SimpleQueue
 
@@ -17,18 +17,20 @@ from paceline.train.batches import Step
 @dataclass
 class ReadStep:
     """A step and its micro-batches, which are to be taken one after the other, each valid until the
-    next is. wait_s: how long the taking has waited for data so far."""
+    next is. began: when the first was asked for, of the performance counter; wait_s: how long the
+    taking has waited for data so far."""
 
     step: Step
     packed: Iterator[PackedSamples]
+    began: float
     wait_s: float = 0.0
-    _began: float = field(default_factory=time.perf_counter)
 
     def batches(self) -> Iterator[PackedBatch]:
+        asked = self.began
         while (packed := next(self.packed, None)) is not None:
-            self.wait_s += time.perf_counter() - self._began
+            self.wait_s += time.perf_counter() - asked
             yield from_packed(packed)
-            self._began = time.perf_counter()
+            asked = time.perf_counter()
 
 
 def read_steps(
@@ -52,4 +54,4 @@ def read_steps(
                 return
             step = planned.get()
             rest = islice(reader, max(len(step.groups) - 1, 0))
-            yield ReadStep(step, chain([first], rest), _began=began)
+            yield ReadStep(step, chain([first], rest), began)

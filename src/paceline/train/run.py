@@ -91,6 +91,7 @@ def _train(
 ) -> None:
     device = choose_device(options.device)
     plan, total_steps = plan_of(options, store)
+    stage.announce({"steps": total_steps})
     start = _start(options, stage.path, plan, device, target)
     torch.manual_seed(options.seed)
     dtype = getattr(torch, start["dtype"])

@@ -1,0 +1,134 @@
+"""`watch`: what a running job does, from the files that it leaves. Nothing is asked of the job."""
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from paceline.artefact import COMPLETE, RUNNING, Manifest, load_manifest
+from paceline.contracts import LOCK_NAME, MANIFEST_NAME
+from paceline.errors import UsageError
+from paceline.recipe import STAGES, WatchOptions
+from paceline.runlog import read_log
+from paceline.store.budget import num_waiting
+from paceline.store.files import receipt_numbers, receipt_path, shard_numbers, shard_path
+from paceline.store.presence import READER, look
+from paceline.store.shard import Shard
+from paceline.verbs import make_callable
+
+STOPPED = "stopped"
+# Records and shards of which a throughput is the mean.
+_NUM_RECENT = 20
+
+
+def run(options: WatchOptions) -> dict[str, Any]:
+    """Look once. Returns {"folder", "stages": [...], "is_running"}; a stage has `stage`, `folder`,
+    `status` (complete, running or stopped) and for extract and train what they have done so far.
+
+    Raises UsageError for a folder in which no stage has begun.
+    """
+    if not options.folder:
+        raise UsageError("watch: name the folder of a run, or of one stage")
+    about = {"once": options.once, "interval_s": options.interval_s}
+    return {**snapshot(Path(options.folder)), **about}
+
+
+def snapshot(folder: Path) -> dict[str, Any]:
+    """See run."""
+    found = {}
+    paths = [folder, *sorted(folder.glob("*/"))] if folder.is_dir() else []
+    for path in paths:
+        if (path / MANIFEST_NAME).is_file():
+            manifest = load_manifest(path)
+            found[manifest.stage] = _stage(path, manifest)
+    if not found:
+        raise UsageError(f"{folder} is no run of paceline, or no stage of it has begun")
+    in_order = sorted(found, key=lambda stage: (*STAGES, stage).index(stage))
+    stages = [found[stage] for stage in in_order]
+    is_running = any(stage["status"] == RUNNING for stage in stages)
+    return {"folder": str(folder), "stages": stages, "is_running": is_running}
+
+
+def _stage(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    status = manifest.status
+    if status != COMPLETE and not _is_owned(folder):
+        status = STOPPED
+    about = {"stage": manifest.stage, "folder": str(folder), "status": status}
+    details = _DETAILS.get(manifest.stage)
+    return {**about, **details(folder, manifest)} if details else about
+
+
+def _is_owned(folder: Path) -> bool:
+    """A process holds the folder's lock."""
+    try:
+        with (folder / LOCK_NAME).open("r") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _extracted(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """Samples and bytes so far; samples_per_s over the last shards, None before there are two."""
+    shards = list(_shards(folder))
+    gone = [Shard(receipt_path(folder, n)).num_samples for n in receipt_numbers(folder)]
+    planned = manifest.result.get("planned", {})
+    reader = look(folder, READER)
+    return {
+        "samples": sum(shard.num_samples for _, shard in shards) + sum(gone),
+        "planned_samples": sum(split["samples"] for split in planned.values()) or None,
+        "bytes": sum(shard.total_bytes for _, shard in shards),
+        "shards": len(shards),
+        "shards_removed": len(gone),
+        "samples_per_s": _rate([(time, shard.num_samples) for time, shard in shards]),
+        "waiting_for_room": num_waiting(folder),
+        "reader": reader.state if reader else None,
+    }
+
+
+def _shards(folder: Path) -> Iterator[tuple[float, Shard]]:
+    """The published shards and when each was."""
+    for path in (shard_path(folder, number) for number in shard_numbers(folder)):
+        # One may be let go while we look.
+        with suppress(FileNotFoundError):
+            yield path.stat().st_mtime, Shard(path)
+
+
+def _rate(published: list[tuple[float, int]]) -> float | None:
+    recent = sorted(published)[-_NUM_RECENT:]
+    seconds = recent[-1][0] - recent[0][0] if recent else 0.0
+    return sum(count for _, count in recent[1:]) / seconds if seconds > 0 else None
+
+
+def _trained(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """Steps so far, throughput and share of waiting over the last records, the curves."""
+    log = read_log(folder)
+    known = {
+        "steps": log.train[-1]["step"] + 1 if log.train else 0,
+        "planned_steps": manifest.result.get("steps"),
+        "loss": [record["loss"] for record in log.train],
+        "acceptance_rate": [record["train"]["acceptance_rate"][0] for record in log.train],
+        "heldout_loss": [r["heldout"]["loss"] for r in log.heldout if r["heldout"]],
+    }
+    recent = log.train[-_NUM_RECENT:]
+    if not recent:
+        return known
+    seconds = sum(record["step_s"] for record in recent)
+    left = (known["planned_steps"] or known["steps"]) - known["steps"]
+    return {
+        **known,
+        "tokens_per_s": sum(record["tokens"] for record in recent) / seconds,
+        "rows_per_s": sum(record["rows"] for record in recent) / seconds,
+        "wait_share": sum(record["wait_s"] for record in recent) / seconds,
+        "seconds_left": left * seconds / len(recent),
+        "learning_rate": recent[-1]["learning_rate"],
+    }
+
+
+_DETAILS = {"extract": _extracted, "train": _trained}
+
+VERB = (WatchOptions, run)
+make_callable(__name__)
