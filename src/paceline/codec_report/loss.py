@@ -71,20 +71,18 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def kl_of(pairs: Pairs, head: TeacherHead, most_rows: int) -> dict[str, Any]:
     """KL in nats from the target's distribution to that of decoded last states, over the whole
     vocabulary, in float32; and how often both have the same most likely token."""
-    per_sample = max(1, most_rows // max(len(pairs.plain), 1))
+    plain_rows, coded_rows = _rows_of_all_samples(pairs, most_rows)
     kl, agree = [], 0
-    with progress_bar("KL", most_rows, "row") as bar:
-        for plain, coded in pairs:
-            # Rows from the whole sample: those of one place would be alike.
-            step = max(1, len(plain.last) // per_sample)
-            for rows in torch.arange(0, len(plain.last), step).split(_CHUNK_ROWS):
-                log_p = head(plain.last[rows]).float().log_softmax(-1)
-                log_q = head(coded.last[rows]).float().log_softmax(-1)
-                kl.append((log_p.exp() * (log_p - log_q)).sum(-1))
-                agree += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
-                bar.advance(len(rows))
-            if sum(map(len, kl)) >= most_rows:
-                break
+    with progress_bar("KL", len(plain_rows), "row") as bar:
+        # Many rows at a time: reading the head's weights costs more than multiplying with them.
+        for plain, coded in zip(
+            plain_rows.split(_CHUNK_ROWS), coded_rows.split(_CHUNK_ROWS), strict=True
+        ):
+            log_p = head(plain.to(head.weight.device)).float().log_softmax(-1)
+            log_q = head(coded.to(head.weight.device)).float().log_softmax(-1)
+            kl.append((log_p.exp() * (log_p - log_q)).sum(-1).cpu())
+            agree += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
+            bar.advance(len(plain))
     found = torch.cat(kl)
     return {
         "mean": float(found.mean()),
@@ -92,3 +90,19 @@ def kl_of(pairs: Pairs, head: TeacherHead, most_rows: int) -> dict[str, Any]:
         "rows": len(found),
         "top1_agreement": agree / len(found),
     }
+
+
+def _rows_of_all_samples(pairs: Pairs, most_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Up to `most_rows` last states, plain and coded, spread over the samples and within them:
+    those of one place would be alike."""
+    per_sample = max(1, most_rows // max(len(pairs.plain), 1))
+    plain_rows, coded_rows, left = [], [], most_rows
+    for plain, coded in pairs:
+        if not left:
+            break
+        step = -(-len(plain.last) // per_sample)
+        chosen = torch.arange(0, len(plain.last), max(step, 1))[:left]
+        plain_rows.append(plain.last[chosen])
+        coded_rows.append(coded.last[chosen])
+        left -= len(chosen)
+    return torch.cat(plain_rows), torch.cat(coded_rows)
