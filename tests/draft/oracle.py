@@ -1,5 +1,5 @@
 """The training-time test written the obvious way, in float64: all rows, dense masks, one document
-at a time, whole [rows, vocabulary] tensors. Uses plain weights only; imports nothing of paceline."""
+at a time, whole [rows, vocabulary] tensors. Plain weights only; imports nothing of paceline."""
 
 from dataclasses import dataclass
 
@@ -19,6 +19,7 @@ class Shape:
     aux_norm: str = "rms"
     norm_output: bool = False
     norm_before_residual: bool = False
+    hidden_act: str = "silu"
 
 
 @dataclass
@@ -102,7 +103,7 @@ def states_of_steps(w, shape, doc, embedding, steps, read=None):
             mixed = torch.einsum("hpk,khd->phd", scores.softmax(-1), all_v).reshape(T, -1)
             x = x + mixed @ w[attn + "o_proj.weight"].T
             y = rms(x, w[pre + "post_attention_layernorm.weight"], shape.eps)
-            gate = F.silu(y @ w[pre + "mlp.gate_proj.weight"].T)
+            gate = getattr(F, shape.hidden_act)(y @ w[pre + "mlp.gate_proj.weight"].T)
             up = y @ w[pre + "mlp.up_proj.weight"].T
             x = x + (gate * up) @ w[pre + "mlp.down_proj.weight"].T
         states.append(x)
@@ -119,8 +120,26 @@ def supervised(mask, p, j):
     return p + 1 + j < len(mask) and all(bool(mask[p + 1 + i]) for i in range(j + 1))
 
 
-def loss(w, shape, docs, embedding, teacher_logits, steps, decay):
-    """sum_j decay^j * (sum over the rows of step j of KL) / N. teacher_logits(last row) -> [W]."""
+def row_loss(kind, log_p, log_q, said):
+    """One row's loss: log_p over the target's vocabulary, log_q over the draft's, whose target ids
+    are `said`. What the draft cannot say counts as rejected."""
+    p, q = log_p[said].exp(), log_q.exp()
+    renormed = log_p[said] - log_p[said].logsumexp(-1)
+    kl = (renormed.exp() * (renormed - log_q)).sum()
+    accepted = torch.minimum(p, q).sum()
+    if kind == "kl":
+        return kl
+    if kind == "total_variation":
+        return 1 - accepted
+    if kind == "log_acceptance":
+        return -accepted.log()
+    share = torch.exp(-3 * accepted).detach()
+    return share * kl + (1 - share) * (1 - accepted)
+
+
+def loss(w, shape, docs, embedding, teacher_logits, steps, decay, kind="kl", said=slice(None)):
+    """sum_j decay^j * (sum over the rows of step j of the row's loss) / N. teacher_logits(last row)
+    -> logits over the target's vocabulary, or over `said` alone where that is everything."""
     num_rows = sum(supervised(d.mask, p, 0) for d in docs for p in range(len(d.ids)))
     total = torch.zeros((), dtype=torch.float64)
     for doc in docs:
@@ -129,5 +148,5 @@ def loss(w, shape, docs, embedding, teacher_logits, steps, decay):
             for p in range(len(doc.ids)):
                 if supervised(doc.mask, p, j):
                     log_p = teacher_logits(doc.last[p + 1 + j]).log_softmax(-1)
-                    total = total + decay**j * (log_p.exp() * (log_p - log_q[p])).sum() / num_rows
+                    total = total + decay**j * row_loss(kind, log_p, log_q[p], said) / num_rows
     return total

@@ -24,6 +24,8 @@ VARIANTS = [
     {"num_layers": 2},
     {"num_layers": 3, "qk_norm": True, "norm_output": True},
     {"aux_layers": (0, 3)},
+    {"hidden_act": "gelu"},
+    {"draft_vocab_size": 40},
     {"hidden_size": 12, "head_dim": 6, "num_attention_heads": 2, "num_key_value_heads": 1},
 ]
 

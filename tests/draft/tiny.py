@@ -71,6 +71,7 @@ def shape_of(config):
         aux_norm=config.aux_norm,
         norm_output=config.norm_output,
         norm_before_residual=config.norm_before_residual,
+        hidden_act=config.hidden_act,
     )
 
 
