@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -29,6 +28,7 @@ from paceline.store.files import shard_numbers
 from paceline.store.packing import cut, shuffled
 from paceline.store.presence import DEAD, READER, look, present
 
+from ..small_disk import small_disk
 from .children import in_child, wait, with_fuse
 from .making import make_sample, make_spec, same_bytes, states_of, write_store
 from .working import run
@@ -150,13 +150,10 @@ def flat(batches: list[list[str]]) -> list[str]:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def shm(tmp_path: Path) -> Iterator[Path]:
     """Memory, as /dev/shm is; too small for the whole store."""
-    folder = tmp_path / "shm"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=480k", "tmpfs", folder], check=True)
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    with small_disk(tmp_path / "shm", "480k") as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -166,9 +163,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_store_larger_than_its_disk_is_trained_on_in_two_processes(
-    small_disk: Path, whole: Path
+    shm: Path, whole: Path
 ) -> None:
-    folder = small_disk / "store"
+    folder = shm / "store"
     child = in_child(lambda _: write(folder))
     seen = read_ids(folder, max_bytes=BUDGET)
     assert wait(*child) == 0

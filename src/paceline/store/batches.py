@@ -66,8 +66,9 @@ class PackedReader:
     def __iter__(self) -> Iterator[PackedSamples]:
         num_slots = self._num_threads + self._keep + 1
         free: SimpleQueue[_Slot | None] = SimpleQueue()
+        largest: dict[str, int] = {}
         for _ in range(num_slots):
-            free.put(_Slot(self._store, self._device))
+            free.put(_Slot(self._store, self._device, largest))
         groups = iter(self._groups)
         fillers = ThreadPoolExecutor(self._num_threads, thread_name_prefix="store-read")
         # One thread pulls the groups: waiting for the next one must not hold up those at hand.
@@ -96,11 +97,12 @@ class PackedReader:
 
 
 class _Slot:
-    """The memory of one batch."""
+    """The memory of one batch. largest: bytes that any slot has needed for each tensor."""
 
-    def __init__(self, store: ShardReader, device: torch.device) -> None:
+    def __init__(self, store: ShardReader, device: torch.device, largest: dict[str, int]) -> None:
         self._store = store
         self._device = device
+        self._largest = largest
         self._buffers: dict[str, torch.Tensor] = {}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied = torch.cuda.Event() if self._stream else None
@@ -184,11 +186,13 @@ class _Slot:
         return out
 
     def _take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for a tensor: that of the batch before, if it is enough."""
+        """Memory for a tensor: that of the batch before, if it is enough. Fresh memory is as large
+        as any slot has needed, since it is slow to get."""
         num_bytes = dtype.itemsize * torch.Size(shape).numel()
         if name not in self._buffers or self._buffers[name].nbytes < num_bytes:
+            self._largest[name] = max(num_bytes * 9 // 8, self._largest.get(name, 0))
             self._buffers[name] = torch.empty(
-                num_bytes * 5 // 4, dtype=torch.uint8, pin_memory=self._stream is not None
+                self._largest[name], dtype=torch.uint8, pin_memory=self._stream is not None
             )
         return self._buffers[name][:num_bytes].view(dtype).view(shape)
 

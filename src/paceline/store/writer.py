@@ -106,7 +106,7 @@ class ShardWriter:
             if lane.shard is None:
                 file = self._budget.claim() if self._budget else AsideFile(self.folder)
                 lane.shard = _ShardInWork(file, self.spec, self._codec, lane.stream, lane.buffers)
-            lane.shard.add(sample, encoded)
+            lane.shard.add(sample, encoded, num_bytes)
         except BaseException:
             self.discard()
             raise
@@ -249,7 +249,8 @@ class _ShardInWork:
         self._buffers = buffers
         stream.begin(file, HEADER_BYTES)
 
-    def add(self, sample: TokenSample, encoded: Parts) -> None:
+    def add(self, sample: TokenSample, encoded: Parts, num_bytes: int) -> None:
+        """num_bytes: the most that the sample adds."""
         self._hold("input_ids", torch.from_numpy(sample.input_ids))
         self._hold("loss_mask", torch.from_numpy(sample.loss_mask))
         digest = begin_digest(sample)
@@ -264,7 +265,7 @@ class _ShardInWork:
             self._columns[name].append(getattr(sample, name))
         self._sample_checksums.append(digest.digest())
         self.num_samples += 1
-        self.num_bytes += _most_bytes(sample, encoded)
+        self.num_bytes += num_bytes
 
     def _keep(
         self, name: str, tensor: torch.Tensor, is_variable: bool, digest: checksum.Digest
