@@ -57,6 +57,19 @@ def test_a_changed_byte_is_found(tiny_run, tmp_path, stage):
         paceline.inspect(str(folder), verify=True)
 
 
+@pytest.mark.parametrize("change", [lambda data: data[:-3] + b"9" + data[-2:], None])
+def test_a_changed_or_lost_file_beside_the_shards_is_found(tiny_run, tmp_path, change):
+    folder = tmp_path / "extract"
+    shutil.copytree(tiny_run / "extract", folder)
+    path = folder / "start.json"
+    if change:
+        path.write_bytes(change(path.read_bytes()))
+    else:
+        path.unlink()
+    with pytest.raises(StoreCorruption, match=r"start\.json: was"):
+        paceline.inspect(str(folder), verify=True)
+
+
 def test_a_decoded_sample_says_which_tokens_are_supervised(tiny_run):
     sample = next(iter(TokenDataset(tiny_run / "prepare")))
     found = paceline.inspect(str(tiny_run / "prepare"), sample=sample.sample_id)["sample"]

@@ -14,11 +14,12 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from paceline import fingerprint
-from paceline.artefact import COMPLETE, Manifest, load_finished, load_manifest
+from paceline.artefact import COMPLETE, Manifest, differences, load_finished, load_manifest
 from paceline.contracts import MANIFEST_NAME, TokenSample
 from paceline.dataset import list_parts, read_part
 from paceline.errors import StoreCorruption, TargetError, UsageError
 from paceline.exchange.export_store import content_of as content_of_files
+from paceline.extract.run import describe_side_files
 from paceline.forms.load import CONFIG_FILE, WEIGHTS_FILE
 from paceline.prepare.generate import list_answer_parts
 from paceline.prepare.summary import add_up
@@ -103,9 +104,16 @@ def _manifest(folder: Path) -> Manifest:
     return load_manifest(folder)
 
 
-def _store_content(folder: Path, _: Manifest) -> None:
+def _store_content(folder: Path, manifest: Manifest) -> None:
     # A store knows its own bytes tensor by tensor, and says which one is damaged.
     Store(folder).verify()
+    # Stores of other verbs have none.
+    expected = manifest.result.get("side_files")
+    if expected is not None and (lines := differences(expected, describe_side_files(folder))):
+        raise StoreCorruption(
+            f"{folder}: files beside the shards are not what they were: {'; '.join(lines)}. No "
+            "state is lost; they say what the engine was and which samples are bad."
+        )
 
 
 def _align_content(folder: Path, _: Manifest) -> str:

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from paceline import fingerprint
 from paceline.artefact import StageFolder, describe_input, write_json
 from paceline.contracts import Accounting, LayerPlan, TokenSample
 from paceline.dataset import TokenDataset
@@ -200,6 +201,14 @@ def _capture(
     return total
 
 
+def describe_side_files(folder: Path) -> dict[str, str]:
+    """What lies beside the shards, by name, with the fingerprint of each: so that `inspect
+    --verify` finds damage there too."""
+    patterns = (START_FILE, QUARANTINE_PATTERN.format(worker="*"), FLAGS_PATTERN.format(worker="*"))
+    paths = sorted(path for pattern in patterns for path in folder.glob(pattern))
+    return {path.name: fingerprint.of_file(path) for path in paths}
+
+
 def _finish(
     options: ExtractOptions,
     stage: StageFolder,
@@ -224,6 +233,7 @@ def _finish(
     result = {
         "accounting": accounting.as_dict(),
         "flagged": len(read_lines(stage.path, FLAGS_PATTERN)),
+        "side_files": describe_side_files(stage.path),
         **told,
     }
     return stage.finish(result, content=content_fingerprint(stage.path))

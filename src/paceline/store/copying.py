@@ -36,5 +36,5 @@ def copy_samples(store: ShardReader, indices: Iterable[int], writer: ShardWriter
 
 def carried_result(store: Store) -> dict[str, Any]:
     """What a store's manifest says of its states, for a store made of them."""
-    own = ("accounting", "timing", "deleted")
+    own = ("accounting", "timing", "deleted", "side_files")
     return {name: value for name, value in store.manifest.result.items() if name not in own}
