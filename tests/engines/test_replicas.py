@@ -5,20 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from paceline.artefact import open_stage
 from paceline.contracts import TokenSample
 from paceline.errors import EngineError
 from paceline.extract.vllm.local_hosts import LocalHost, launch_local
 from paceline.extract.vllm.replicas import ReplicaPool
 from paceline.target.spec import Target
 from tests.engines.common import (
-    Outcome,
     Reference,
     assert_all_right,
     capture,
-    destination_in,
+    capture_stream,
     mixed_samples,
-    outcome,
     settings_of,
 )
 
@@ -47,18 +44,10 @@ def test_shared_work_a_death_and_the_end_of_all(
             hosts[0].end()
             yield from samples[20:]
 
-        survived = _capture_counting(pool, one_dies(), tmp_path / "one")
+        survived = capture_stream(pool, one_dies(), tmp_path / "one")
         assert_all_right(survived, samples, reference)
         hosts[1].end()
         with pytest.raises(EngineError, match=r"all vLLM workers are gone"):
-            _capture_counting(pool, iter(samples), tmp_path / "none")
+            capture_stream(pool, iter(samples), tmp_path / "none")
     finally:
         pool.close()
-
-
-def _capture_counting(pool: ReplicaPool, samples: Iterator[TokenSample], folder: Path) -> Outcome:
-    """Like `capture`, for a pool that may lose a member: samples may be counted twice then."""
-    destination = destination_in(folder)
-    with open_stage(folder, "extract", inputs={}, options={}):
-        pool.capture(samples, destination.spec.layers, destination, lambda _: None)
-    return outcome(folder)

@@ -107,5 +107,5 @@ def test_a_sample_longer_than_the_context_is_rejected(
     ids = np.full(1500, 17, np.int32)
     long = TokenSample("long", ids, np.arange(1500) >= 100)
     result = capture(engine, [samples[0], long], tmp_path)
-    assert result.published == {"sample-0"}
+    assert result.published == {samples[0].sample_id}
     assert "1023 positions" in result.rejected["long"]

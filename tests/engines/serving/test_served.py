@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.errors import EvaluationError
 from paceline.evaluate.run import CONVERSATIONS_FILE
 from paceline.evaluate.served_http import RunningServer
 from paceline.recipe import EvaluateOptions
@@ -130,8 +129,6 @@ def test_a_server_that_runs_is_measured_by_its_metrics(
     running = RunningServer(server, EvaluateOptions(**options), target.end_of_turn_ids)
     generated = running.counters().generated
     assert running.counters(generated).generated == generated > ASKED
-    with pytest.raises(EvaluationError, match="wrote 3 tokens for somebody else"):
-        running.counters(generated - 3)
     prompt = target.tokenizer("The capital of France is")["input_ids"]
     (first,) = running.answer([prompt], 1)
     other = next(i for i in range(9, 99) if i != first[0])

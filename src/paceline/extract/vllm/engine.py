@@ -27,6 +27,9 @@ from paceline.vllm_process import set_environment, stdout_to_stderr
 logger = logging.getLogger(__name__)
 
 
+# Triton multiplies float32 in TF32 unless it is told otherwise: attention would be 1e-3 off.
+_PRECISE_ENVIRONMENT = {"TRITON_F32_DEFAULT": "ieee"}
+
 # A name, the prompt's token ids and vLLM's SamplingParams.
 TextRequest = tuple[str, list[int], Any]
 
@@ -35,7 +38,8 @@ class VllmEngine:
     """See `extract.engine.Engine`. One vLLM engine, in this process or in those it starts."""
 
     def __init__(self, settings: VllmSettings, num_layers: int, dtype: str) -> None:
-        set_environment(settings.environment)
+        precise = _PRECISE_ENVIRONMENT if dtype == "float32" else {}
+        set_environment({**settings.environment, **precise})
         import vllm
 
         self._settings = settings
