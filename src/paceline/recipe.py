@@ -352,8 +352,13 @@ class TrainOptions(StageOptions, TargetOptions, CacheOptions):
     warmup_steps: int = opt(20, "Optimiser steps of linear warm-up.", ge=0)
     schedule: Literal["cosine", "linear", "constant"] = opt("cosine", "Decay after the warm-up.")
     min_lr_ratio: float = opt(0.03, "Learning rate at the end as a share of the peak.", ge=0, le=1)
+    optimiser: Literal["adamw", "muon"] = opt(
+        "adamw",
+        "adamw, or muon for the matrices of fusion and layers (its steps are scaled to the size of "
+        "AdamW's) with adamw for the head and the gains.",
+    )
     betas: tuple[float, float] = opt((0.9, 0.95), "AdamW betas.")
-    weight_decay: float = opt(0.0, "AdamW weight decay.", ge=0)
+    weight_decay: float = opt(0.0, "Weight decay of matrices.", ge=0)
     max_grad_norm: float = opt(1.0, "Gradients are clipped to this norm.", gt=0)
     seed: int = opt(0, "Seed of weights and data order.")
     dtype: Dtype = opt("auto", "Dtype of the arithmetic; weights are kept in float32.")

@@ -131,6 +131,7 @@ def test_missing_options_are_named():
         {"draft": {"qk_norm": True, "norm_output": True}},
         {"draft": {"init": "random", "intermediate_size": 20}},
         {"ttt_warmup": 0.5},
+        {"loss": "hybrid", "optimiser": "muon"},
     ],
     ids=str,
 )

@@ -1,4 +1,5 @@
-"""AdamW on float32 weights, whatever dtype the arithmetic has."""
+"""AdamW, or Muon for the matrices of the layers, on float32 weights, whatever dtype the arithmetic
+has."""
 
 import torch
 from torch import nn
@@ -6,8 +7,6 @@ from torch import nn
 from paceline.errors import TrainingError
 from paceline.ops.adamw import AdamWStep, adamw_
 from paceline.recipe import TrainOptions
-
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class MasterAdamW:
@@ -23,10 +22,15 @@ class MasterAdamW:
             n: p if p.dtype == torch.float32 else p.detach().float().clone()
             for n, p in self._trained.items()
         }
-        zeros = lambda: {n: torch.zeros_like(p) for n, p in self.masters.items()}
-        self._first, self._second, self._num_steps = zeros(), zeros(), 0
-        self._gradients: dict[str, torch.Tensor] = {}
         self._options = options
+        self._moments = {
+            n: (torch.zeros_like(p), torch.zeros_like(p))
+            for n, p in self.masters.items()
+            if self._by_adamw(n)
+        }
+        self._num_steps = 0
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._last_norm: _Norm | None = None
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -40,51 +44,146 @@ class MasterAdamW:
             self._gradients[name] = new if total is None else total.float().add_(new)
 
     @torch.no_grad()
-    def step(self, learning_rate: float) -> float:
-        """Clip, move the masters, copy them back. Returns the gradient norm before clipping.
+    def step(self, learning_rate: float) -> torch.Tensor:
+        """Clip, move the masters, copy them back. Returns the gradient norm before clipping, a
+        float32 scalar on the device.
 
-        A norm that is not finite raises TrainingError; no weight has moved then.
+        Where it is not finite no weight moves, and TrainingError is raised: at once on the CPU; on
+        a GPU by the next call, since asking now would make the GPU wait for the host.
         """
+        self._check_norm()
         gradients, self._gradients = self._gradients, {}
         norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients.values()]
         norm = torch.linalg.vector_norm(torch.stack(norms))
+        self._last_norm = _Norm(norm)
+        if not norm.is_cuda:
+            self._check_norm()
+        # Not a number where the norm is none, or is infinite.
         scale = norm * 0 + (self._options.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        for name, gradient in gradients.items():
-            weight, master = self._trained[name], self.masters[name]
-            decay = self._options.weight_decay if master.ndim > 1 else 0.0
-            how = AdamWStep(learning_rate, self._options.betas, decay, self._num_steps + 1)
-            copy = None if weight is master else weight
-            adamw_(master, gradient, self._first[name], self._second[name], copy, scale, how)
-        if not float(norm) < float("inf"):
-            raise TrainingError(f"gradient norm is {float(norm)}: no weight was moved by this step")
         self._num_steps += 1
-        return float(norm)
+        self._move(gradients, scale, learning_rate)
+        return norm
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Masters and moments by name, for a checkpoint."""
-        tensors = {}
-        for name, master in self.masters.items():
-            state = (torch.tensor(self._num_steps), self._first[name], self._second[name])
-            tensors[f"master.{name}"] = master.detach()
+        self._check_norm()
+        tensors = {f"master.{name}": master.detach() for name, master in self.masters.items()}
+        for name, (first, second) in self._moments.items():
+            state = (torch.tensor(self._num_steps), first, second)
             tensors |= {f"adamw.{k}.{name}": v for k, v in zip(_MOMENTS, state, strict=True)}
         return tensors
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
         """Raises TrainingError where a tensor is missing: nothing restarts from zero in silence."""
+        missing = sorted(self.state_tensors().keys() - tensors)
+        if missing:
+            raise TrainingError(f"the checkpoint lacks {', '.join(missing)}")
         for name, master in self.masters.items():
-            keys = [f"adamw.{key}.{name}" for key in _MOMENTS]
-            missing = [key for key in (f"master.{name}", *keys) if key not in tensors]
-            if missing:
-                raise TrainingError(f"the checkpoint lacks {', '.join(missing)}")
             master.copy_(tensors[f"master.{name}"])
-            self._num_steps = int(tensors[keys[0]])
-            self._first[name].copy_(tensors[keys[1]])
-            self._second[name].copy_(tensors[keys[2]])
-        self._copy_back()
+        for name, moments in self._moments.items():
+            number, *values = (tensors[f"adamw.{key}.{name}"] for key in _MOMENTS)
+            self._num_steps = int(number)
+            for moment, value in zip(moments, values, strict=True):
+                moment.copy_(value)
+        for name in self.masters:
+            self._copy_back(name)
+
+    def _by_adamw(self, name: str) -> bool:
+        return True
+
+    def _move(
+        self, gradients: dict[str, torch.Tensor], scale: torch.Tensor, learning_rate: float
+    ) -> None:
+        for name in self._moments:
+            if name not in gradients:
+                continue
+            weight, master = self._trained[name], self.masters[name]
+            decay = self._options.weight_decay if master.ndim > 1 else 0.0
+            how = AdamWStep(learning_rate, self._options.betas, decay, self._num_steps)
+            copy = None if weight is master else weight
+            adamw_(master, gradients[name], *self._moments[name], copy, scale, how)
+
+    def _check_norm(self) -> None:
+        last, self._last_norm = self._last_norm, None
+        if last is not None and not last.value() < float("inf"):
+            raise TrainingError(
+                f"gradient norm is {last.value()}: no weight was moved by this step"
+            )
+
+    def _copy_back(self, name: str) -> None:
+        if self._trained[name] is not self.masters[name]:
+            self._trained[name].data.copy_(self.masters[name])
+
+
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+class MasterMuon(MasterAdamW):
+    """Muon for all matrices but the head and the embedding, AdamW for the rest. Muon's steps are
+    scaled to the size of AdamW's, so one learning rate serves both."""
+
+    def __init__(self, model: nn.Module, options: TrainOptions) -> None:
+        super().__init__(model, options)
+        self._by_muon = {n: p for n, p in self.masters.items() if not self._by_adamw(n)}
+        self._muon = torch.optim.Muon(
+            list(self._by_muon.values()),
+            weight_decay=options.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        )
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        tensors = super().state_tensors()
+        return tensors | {f"muon.{n}": self._momentum(p) for n, p in self._by_muon.items()}
 
     @torch.no_grad()
-    def _copy_back(self) -> None:
-        for name, weight in self._trained.items():
-            if weight is not self.masters[name]:
-                weight.copy_(self.masters[name])
+    def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().load_state_tensors(tensors)
+        for name, master in self._by_muon.items():
+            self._momentum(master).copy_(tensors[f"muon.{name}"])
+
+    def _by_adamw(self, name: str) -> bool:
+        is_matrix = self.masters[name].ndim == 2
+        return not is_matrix or name.startswith(("lm_head.", "embed_tokens."))
+
+    def _move(
+        self, gradients: dict[str, torch.Tensor], scale: torch.Tensor, learning_rate: float
+    ) -> None:
+        # Momentum moves weights whatever the scale is, so this one has to wait and see.
+        self._check_norm()
+        super()._move(gradients, scale, learning_rate)
+        for name in self._by_muon.keys() & gradients.keys():
+            self._by_muon[name].grad = gradients[name].float() * scale
+        for group in self._muon.param_groups:
+            group["lr"] = learning_rate
+        self._muon.step()
+        self._muon.zero_grad(set_to_none=True)
+        for name in self._by_muon:
+            self._copy_back(name)
+
+    def _momentum(self, master: torch.Tensor) -> torch.Tensor:
+        state = self._muon.state[master]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(master)
+        return state["momentum_buffer"]
+
+
+class _Norm:
+    """A norm on its way from the device."""
+
+    def __init__(self, norm: torch.Tensor) -> None:
+        self._host, self._copied = norm, None
+        if norm.is_cuda:
+            self._host = torch.empty((), pin_memory=True)
+            self._host.copy_(norm, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def value(self) -> float:
+        """Waits for the step that made it, not for what was queued after it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return float(self._host)
+
+
+OPTIMISERS: dict[str, type[MasterAdamW]] = {"adamw": MasterAdamW, "muon": MasterMuon}

@@ -25,7 +25,7 @@ from paceline.target.spec import Target, open_target
 from paceline.train.batches import StepPlan
 from paceline.train.checkpoint import load_checkpoint
 from paceline.train.loop import Trainer
-from paceline.train.optimiser import MasterAdamW
+from paceline.train.optimiser import OPTIMISERS
 from paceline.train.session import Session
 from paceline.train.source import leave, open_store, plan_of
 from paceline.train.start import earlier_draft, new_draft
@@ -178,7 +178,7 @@ def _build(
     return Trainer(
         draft=draft.train(),
         teacher=_teacher(options, store, vocabulary, target, dtype, device),
-        optimiser=MasterAdamW(draft, options),
+        optimiser=OPTIMISERS[options.optimiser](draft, options),
         store=store,
         plan=plan,
         options=options,

@@ -97,4 +97,5 @@ def _plain_record(record: dict[str, Any], step_decay: float, elapsed_s: float) -
         "tokens_per_s": record["tokens"] / record["step_s"],
         "rows_per_s": record["rows"] / record["step_s"],
     }
-    return {**record, **speed, "loss": loss, "elapsed_s": elapsed_s, "train": seen}
+    read = {"loss": loss, "grad_norm": float(record["grad_norm"])}
+    return {**record, **speed, **read, "elapsed_s": elapsed_s, "train": seen}
