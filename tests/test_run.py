@@ -58,6 +58,12 @@ def test_what_the_recipe_says_itself_stays():
     assert planned["extract"].data == "/data/p"
 
 
+def test_a_stage_that_writes_elsewhere_is_read_there():
+    planned = plan_stages(_recipe(prepare={"data": ["a"]}, extract={"out": "s3://bucket/store"}))
+    assert planned["extract"].out == "s3://bucket/store"
+    assert planned["train"].store == planned["evaluate"].store == "s3://bucket/store"
+
+
 def test_generate_comes_first_and_feeds_prepare():
     planned = plan_stages(_recipe(run_dir="odd[1]", generate={"data": ["p.jsonl"]}))
     assert list(planned) == ALL

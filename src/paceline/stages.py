@@ -40,7 +40,11 @@ def plan_stages(recipe: Recipe) -> dict[str, StageOptions]:
             "the answers: name the conversations as `generate.data`."
         )
     folder = Path(recipe.run_dir)
-    at = lambda stage: str(folder / stage)
+
+    def at(stage: str) -> str:
+        given: StageOptions | None = getattr(recipe, stage)
+        return (given.out if given else "") or str(folder / stage)
+
     links: dict[str, dict[str, Any]] = {
         "generate": {},
         "prepare": {"data": [at("generate")]} if recipe.generate else {},
