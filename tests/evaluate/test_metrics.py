@@ -37,7 +37,7 @@ def test_acceptance_is_of_the_difference_of_two_readings():
     """A01's steps, after others that are not ours: accepted 3, 0, 1, 2 of K = 3."""
     before = DraftCounters(100, 300, 50, (30, 15, 5), 500)
     after = DraftCounters(104, 312, 56, (33, 17, 6), 511)
-    pooled = pool([after.since(before).counts()], bootstrap=100, seed=0)
+    pooled = pool([after.since(before, 11).counts()], bootstrap=100, seed=0)
     assert pooled["acceptance_length"] == 2.5
     assert pooled["per_position"] == [0.75, 0.5, 0.25]
     assert (pooled["verify_steps"], pooled["accepted"]) == (4, 6)
@@ -46,4 +46,12 @@ def test_acceptance_is_of_the_difference_of_two_readings():
 @pytest.mark.parametrize("later", [DraftCounters(1, 3, 1, (1, 0, 0)), DraftCounters(9, 9, 9, (9,))])
 def test_a_server_that_was_started_anew_is_found_out(later):
     with pytest.raises(EvaluationError, match="started anew"):
-        later.since(DraftCounters(2, 6, 2, (1, 1, 0)))
+        later.since(DraftCounters(2, 6, 2, (1, 1, 0)), 0)
+
+
+@pytest.mark.parametrize("counted", [9, 11])
+def test_tokens_that_were_written_for_somebody_else_are_found_out(counted):
+    before = DraftCounters(2, 6, 2, (1, 1, 0), 100)
+    after = DraftCounters(4, 12, 2, (1, 1, 0), 100 + counted)
+    with pytest.raises(EvaluationError, match=f"counted {counted} tokens.*answers have 10"):
+        after.since(before, 10)

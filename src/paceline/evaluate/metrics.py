@@ -35,11 +35,20 @@ class DraftCounters:
         """The chain length K that the server runs with; 0 without a draft."""
         return len(self.per_position)
 
-    def since(self, before: "DraftCounters") -> "DraftCounters":
-        """What happened between two readings of one server."""
+    def since(self, before: "DraftCounters", written: int) -> "DraftCounters":
+        """What happened between two readings of one server that wrote so many tokens for us.
+
+        Raises EvaluationError where it counted others, or was started anew.
+        """
         if len(before.per_position) != len(self.per_position) or self.drafts < before.drafts:
             raise EvaluationError(
                 "the server's counters went backwards: it was started anew while it was measured"
+            )
+        if self.generated - before.generated != written:
+            raise EvaluationError(
+                f"the server counted {self.generated - before.generated} tokens as written while "
+                f"it was measured, its answers have {written}: somebody else uses it, or the "
+                "counters are another server's"
             )
         return DraftCounters(
             self.drafts - before.drafts,

@@ -22,7 +22,7 @@ class Server(Protocol):
         ...
 
     def counters(self, generated: int = 0) -> DraftCounters:
-        """A reading, at the earliest when so many tokens in all are counted as written."""
+        """A reading; where counting lags behind, it waits a while for so many tokens in all."""
         ...
 
     def gap(self, prompt: list[int], own: int, other: int) -> float | None:
@@ -67,7 +67,7 @@ def ask(server: Server, questions: Questions, batch_sizes: list[int], label: str
         for name, chats in groups:
             before = server.counters()
             written, took = _answer_group(server, questions, chats, first, served.answers)
-            after = server.counters(before.generated + written).since(before)
+            after = server.counters(before.generated + written).since(before, written)
             conversations = len({chat.conversation for chat in chats})
             served.counted.append(Counted(name, chats[0].source, conversations, after))
             tokens, seconds = tokens + written, seconds + took
