@@ -7,7 +7,7 @@ from paceline.contracts import LayerPlan
 from paceline.draft.model import Draft
 from paceline.evaluate.acceptance import served_quotients
 from paceline.evaluate.decode import Decoded, SpeculativeDecoder
-from paceline.evaluate.outputs import Difference, Key, compare, summary
+from paceline.evaluate.outputs import Difference, Key, answer_rows, compare, summary
 from paceline.evaluate.prompts import Chat, Questions, open_questions
 from paceline.evaluate.sampling import rule_of
 from paceline.evaluate.serving import speed
@@ -75,11 +75,7 @@ class _Decoding:
         }
         if self._options.compare_plain and not self._options.temperature:
             result["lossless"] = self._lossless()
-        answers = [
-            {"conversation": name, "turn": turn, "num_draft_tokens": k, "ids": ids}
-            for k, by_key in self._answers.items()
-            for (name, turn), ids in by_key.items()
-        ]
+        answers = [row for k, by_key in self._answers.items() for row in answer_rows(k, by_key)]
         return Measured(result, [*self._walks.rows()], answers)
 
     def _alone(self, chat: Chat, turn: int, prompt: list[int]) -> list[int]:

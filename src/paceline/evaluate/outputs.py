@@ -11,6 +11,14 @@ _LISTED = 100
 Key = tuple[str, int]  # name of a chat, turn
 
 
+def answer_rows(num_draft_tokens: int, answers: Mapping[Key, list[int]]) -> list[dict[str, Any]]:
+    """Rows of `answers.jsonl`; num_draft_tokens 0: of the target alone."""
+    return [
+        {"conversation": name, "turn": turn, "num_draft_tokens": num_draft_tokens, "ids": ids}
+        for (name, turn), ids in answers.items()
+    ]
+
+
 @dataclass(frozen=True)
 class Difference:
     """Where an answer leaves the target's own. gap: how much more likely the target's own token is

@@ -12,7 +12,7 @@ import torch
 
 from paceline.device import dtype_name
 from paceline.errors import EvaluationError, UsageError
-from paceline.evaluate.outputs import Difference, Key, compare, summary
+from paceline.evaluate.outputs import Difference, Key, answer_rows, compare, summary
 from paceline.evaluate.prompts import Questions, open_questions
 from paceline.evaluate.serving import Served, Server, ask, speed
 from paceline.evaluate.walks import Measured, Walks
@@ -126,17 +126,10 @@ class _Outcome:
             str(size): speed(rate, self.plain and self.plain.tokens_per_s[size])
             for size, rate in served.tokens_per_s.items()
         }
-        self.keep_answers(k, served)
+        self.answers += answer_rows(k, served.answers)
         if self.plain is not None:
             gap = lambda key, before, own, other: server.gap(self.prompts[key] + before, own, other)
             self.differences += compare(self.plain.answers, served.answers, k, gap)
-
-    def keep_answers(self, k: int, served: Served) -> None:
-        """k = 0: of the target alone."""
-        self.answers += [
-            {"conversation": name, "turn": turn, "num_draft_tokens": k, "ids": ids}
-            for (name, turn), ids in served.answers.items()
-        ]
 
 
 def measure_servers(options: EvaluateOptions, questions: Questions, servers: Servers) -> Measured:
@@ -147,7 +140,7 @@ def measure_servers(options: EvaluateOptions, questions: Questions, servers: Ser
             plain = ask(server, questions, options.batch_sizes, "plain")
     outcome = _Outcome(plain, {})
     if plain is not None:
-        outcome.keep_answers(0, plain)
+        outcome.answers += answer_rows(0, plain.answers)
     describe: dict[str, Any] = {}
     for wanted, opened in servers.drafting.items():
         with closing(opened()) as server:
