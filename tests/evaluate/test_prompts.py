@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -174,7 +175,8 @@ def test_decoding_is_told_for_each_set_and_pooled(target, draft, tmp_path):
         write_set(tmp_path / "single.jsonl", *({"prompt": f"word {i}"} for i in range(3))),
     ]
     out = tmp_path / "out"
-    found = paceline.evaluate(
+    measure = partial(
+        paceline.evaluate,
         mode="decode",
         draft=str(draft),
         target=str(target.folder),
@@ -184,6 +186,7 @@ def test_decoding_is_told_for_each_set_and_pooled(target, draft, tmp_path):
         dtype="float32",
         out=str(out),
     )
+    found = measure()
     assert found["lossless"]["equal_outputs"] == found["lossless"]["outputs"] == 2 * 2 + 3
     pooled, sources = (found["results"]["2"][name] for name in ("pooled", "sources"))
     assert sources.keys() == {"pairs", "single"}
@@ -199,16 +202,7 @@ def test_decoding_is_told_for_each_set_and_pooled(target, draft, tmp_path):
     # A set that changed is another measurement.
     write_set(tmp_path / "single.jsonl", {"prompt": "other"})
     with pytest.raises(FingerprintMismatch, match=r"answers\.fingerprint"):
-        paceline.evaluate(
-            mode="decode",
-            draft=str(draft),
-            target=str(target.folder),
-            prompts=files,
-            num_draft_tokens=[2],
-            max_new_tokens=6,
-            dtype="float32",
-            out=str(out),
-        )
+        measure()
 
 
 def test_mode_served_without_vllm_says_what_to_install(target, draft, tmp_path, monkeypatch):
