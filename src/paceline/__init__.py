@@ -32,6 +32,7 @@ _FUNCTIONS = {
     "subset_store": "paceline.housekeeping.subset_store",
     "delete_samples": "paceline.housekeeping.delete_samples",
     "upgrade_store": "paceline.housekeeping.upgrade_store",
+    "upload_store": "paceline.housekeeping.upload_store",
 }
 
 __all__ = [*_MODULES, *_FUNCTIONS]

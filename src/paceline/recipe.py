@@ -736,6 +736,14 @@ class UpgradeStoreOptions(Options):
     store: str = opt("", "Folder that `extract` wrote.", positional=True)
 
 
+class UploadStoreOptions(Options):
+    """`upload-store`: a finished store to an object store, or wherever fsspec writes."""
+
+    store: str = opt("", "Folder that `extract` wrote.", positional=True)
+    url: str = opt("", "Where it goes, as `s3://bucket/store`.", positional=True)
+    overwrite: bool = opt(False, "Clear what another store or upload left there.")
+
+
 class CodecReportOptions(StageOptions, TargetOptions):
     """`codec-report`: what each codec costs: bytes, errors, KL and acceptance length."""
 

@@ -8,7 +8,7 @@ import torch
 
 import paceline
 from paceline.artefact import load_finished
-from paceline.errors import FingerprintMismatch, StoreError
+from paceline.errors import FingerprintMismatch, StoreError, UsageError
 from paceline.store import place
 
 from ..lines import TINY_LAYERS, extracted, trained
@@ -52,6 +52,10 @@ def test_a_line_over_an_object_store_is_that_of_a_folder(
     for key in ("accounting", "store", "probe"):
         assert uploaded[key] == stored[key]
     assert paceline.extract(**options, out=URL) == uploaded
+    sent = paceline.upload_store(near, f"{URL}-by-hand")
+    assert (sent["files_sent"], sent["files_kept"]) == (len(stamps) + 1, 0)
+    with pytest.raises(UsageError, match="not '/tmp/far'"):
+        paceline.upload_store(near, "/tmp/far")
     with pytest.raises(FingerprintMismatch, match="layers"):
         paceline.extract(**{**options, "layers": [1, 3, 6]}, out=URL)
 

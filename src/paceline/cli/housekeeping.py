@@ -1,5 +1,5 @@
 """`paceline merge-stores`, `subset-store`, `delete-samples`, `upgrade-store`: what a store holds
-now."""
+now; `upload-store`: what went where."""
 
 from typing import Any
 
@@ -13,6 +13,7 @@ from paceline.recipe import (
     MergeStoresOptions,
     SubsetStoreOptions,
     UpgradeStoreOptions,
+    UploadStoreOptions,
 )
 
 
@@ -24,11 +25,22 @@ def _show_upgraded(result: dict[str, Any], console: Console) -> None:
     console.print(facts("Store is up to date", pairs))
 
 
+def _show_uploaded(result: dict[str, Any], console: Console) -> None:
+    pairs = [
+        ("files sent", f"{count(result['files_sent'])}, {count(result['bytes_sent'])} bytes"),
+        ("there already", count(result["files_kept"])),
+    ]
+    console.print(facts(result["url"], pairs))
+
+
 COMMANDS = (
     Command("merge-stores", MergeStoresOptions, "paceline.housekeeping.merge_stores", show),
     Command("subset-store", SubsetStoreOptions, "paceline.housekeeping.subset_store", show),
     Command("delete-samples", DeleteSamplesOptions, "paceline.housekeeping.delete_samples", show),
     Command(
         "upgrade-store", UpgradeStoreOptions, "paceline.housekeeping.upgrade_store", _show_upgraded
+    ),
+    Command(
+        "upload-store", UploadStoreOptions, "paceline.housekeeping.upload_store", _show_uploaded
     ),
 )

@@ -1,1 +1,1 @@
-"""Keeping house in stores: merge, subset, delete, upgrade."""
+"""Keeping house in stores: merge, subset, delete, upgrade, upload."""
