@@ -46,7 +46,7 @@ def measure(options: PlanOptions, planned: dict[str, StageOptions], data: DataSa
         prepare_s, _ = run.stage(
             "prepare", prepare, data=[str(rows)], split="train", deduplicate=False, limit=None
         )
-        _, extracted = run.stage("extract", extract, data=run.at("prepare"))
+        _, extracted = run.stage("extract", extract, data=run.at("prepare"), stream_bytes=None)
         run.stage("align", align, data=run.at("prepare"))
         train_s, _ = run.stage(
             "train",
@@ -58,6 +58,7 @@ def measure(options: PlanOptions, planned: dict[str, StageOptions], data: DataSa
             checkpoint_every=_NEVER,
             eval_every=None,
             trackers=[],
+            follow=False,
         )
         per_step = _seconds_per_step(folder / "train")
         timing = extracted["timing"]

@@ -88,7 +88,8 @@ def train_memory(
     width = shape.intermediate_size
     copies = 0 if dtype == "float32" else 2 * draft.trained * item
     work = {
-        "masters, gradients, two moments (float32)": 16 * draft.trained,
+        "masters, moments, gradients (float32)": draft.state_bytes(train.optimiser)
+        + 4 * draft.trained,
         "weights and gradients in " + dtype: copies,
         "embedding": draft.embedding * item,
         "teacher's head": vocabulary * shape.hidden_size * item,

@@ -66,7 +66,8 @@ def run(options: PlanOptions) -> dict[str, Any]:
     if options.measure:
         measured = Measured(**{**asdict(measure(options, planned, data)), **answers})
     setting = _setting(options, recipe, shape)
-    stages = _stages(_Work(options, recipe, shape, data, measured, setting))
+    told = _stages(_Work(options, recipe, shape, data, measured, setting))
+    stages = {name: told[name] for name in planned}
     out = Path(options.out or Path(recipe.run_dir) / PLAN_FILE)
     result = {
         "recipe": recipe.model_dump(mode="json", exclude_unset=True),

@@ -25,8 +25,8 @@ _SMALL_BYTES, _SMALL_FILES = 8 << 10, 2
 _JSON_TOKEN_BYTES = 10
 _LOG_RECORD_BYTES = 700
 _PAGE_BYTES = 64 << 10
-# What `train` keeps: masters and two moments in float32, the two newest checkpoints.
-_STATE_BYTES_PER_WEIGHT, _CHECKPOINTS_KEPT = 12, 2
+# The two newest checkpoints stay.
+_CHECKPOINTS_KEPT = 2
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,12 @@ class DraftShape:
     mix: int
     head: int
     attention_width: int
+
+    def state_bytes(self, optimiser: str) -> int:
+        """Masters and moments in float32: two moments by AdamW, one by Muon for the matrices that
+        it moves (fusion and layers)."""
+        by_muon = self.fuse + self.keys + self.mix if optimiser == "muon" else 0
+        return 12 * self.trained - 4 * by_muon
 
 
 def draft_shape(recipe: Recipe, shape: TargetShape, layers: LayerPlan) -> DraftShape:
@@ -149,14 +155,14 @@ def align_footprint(recipe: Recipe, shape: TargetShape) -> Footprint:
 
 
 def train_footprint(options: TrainOptions, draft: DraftShape, steps: int) -> Footprint:
-    state = _STATE_BYTES_PER_WEIGHT * draft.trained
+    state = draft.state_bytes(options.optimiser)
     kept = min(_CHECKPOINTS_KEPT, (steps - 1) // options.checkpoint_every)
     log = steps // options.log_every * _LOG_RECORD_BYTES
     size = draft.own_bytes + kept * state + log + _SMALL_BYTES
     peak = size + (state if kept else 0)
     how = (
-        f"{draft.own_bytes:,} of weights in float32 + {kept} checkpoints x {draft.trained:,} "
-        f"trained weights x {_STATE_BYTES_PER_WEIGHT} bytes (one more while it is written)"
+        f"{draft.own_bytes:,} of weights in float32 + {kept} checkpoints x {state:,} of masters "
+        f"and moments ({draft.trained:,} trained weights; one more while it is written)"
     )
     return Footprint(size, peak, 4 + 2 * kept + _SMALL_FILES, how)
 
