@@ -12,7 +12,15 @@ from paceline.artefact import differences
 from paceline.errors import FingerprintMismatch, UsageError
 from paceline.report.charts import METHOD_NAMES, Figure, acceptance_figures, loss_figure
 from paceline.report.gather import RunRecord
-from paceline.report.sections import Table, interval_text, length_text, measured_on, target_name
+from paceline.report.sections import (
+    Table,
+    Tile,
+    headline_length,
+    interval_text,
+    length_text,
+    measured_on,
+    target_name,
+)
 
 CONVERSATIONS_FILE = "conversations.jsonl"
 _RESAMPLES, _SEED = 2000, 0
@@ -32,7 +40,7 @@ class Comparison:
     about: str
     definition: str
     verdict: str
-    tiles: list[Any]
+    tiles: list[Tile]
     figures: list[Figure]
     acceptance: Table
     differences: Table | None
@@ -67,7 +75,7 @@ def comparison(records: Sequence[RunRecord]) -> Comparison:
         about=_about(measured),
         definition=measured[names[0]]["definition"],
         verdict=_verdict(names[0], paired, lengths),
-        tiles=[],
+        tiles=_tiles(measured, headline_length({"results": lengths})),
         figures=acceptance_figures({n: m["results"] for n, m in measured.items()}, lengths),
         acceptance=_acceptance(measured, lengths),
         differences=_difference_table(paired, lengths),
@@ -126,6 +134,14 @@ def _common_lengths(measured: dict[str, dict[str, Any]]) -> list[str]:
     if not shared:
         raise UsageError("report: the runs were measured with no chain length K in common")
     return sorted(shared, key=int)
+
+
+def _tiles(measured: dict[str, dict[str, Any]], length: str) -> list[Tile]:
+    pooled = {name: found["results"][length]["pooled"] for name, found in measured.items()}
+    return [
+        Tile(f"{name}, K = {length}", length_text(p), interval_text(p))
+        for name, p in pooled.items()
+    ]
 
 
 def _about(measured: dict[str, dict[str, Any]]) -> str:
