@@ -390,6 +390,7 @@ def test_a_finished_store_has_as_many_readers_as_want_and_nothing_is_written(who
         assert [w.tolist() for w in one.windows("train")] == [
             w.tolist() for w in two.windows("train")
         ]
+        one.release(9)
     assert sorted(whole.rglob("*")) == before
 
 

@@ -134,8 +134,11 @@ class Follower(ShardReader):
         """The first windows (pauses not counted) will not be read again, whatever comes: their
         shards may go when the writer needs room. Call it after each checkpoint.
 
-        Shards that hold samples of another split than the training's stay.
+        Shards that hold samples of another split than the training's stay, and all of a store that
+        was finished before it was followed.
         """
+        if self.manifest.status == COMPLETE:
+            return
         windows = [window for window in self._windows if window is not None]
         for number in (window.shard for window in windows[:num_windows]):
             self.close_shard(number)
