@@ -65,9 +65,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--batched-tokens", type=int, default=16384)
+    parser.add_argument("--batched-tokens", type=int, default=8192)
     parser.add_argument("--shard-mib", type=int, default=256)
-    parser.add_argument("--writers", type=int, default=2)
+    parser.add_argument("--writers", type=int, default=4)
     return parser.parse_args()
 
 

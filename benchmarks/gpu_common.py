@@ -105,7 +105,7 @@ def make_samples(count: int, shortest: int, longest: int, vocab: int) -> list[To
 
 
 def engine_settings(
-    target: Target, dtype: str, scratch: Path, writers: int = 2, **wanted: Any
+    target: Target, dtype: str, scratch: Path, writers: int = 4, **wanted: Any
 ) -> VllmSettings:
     return VllmSettings(llm_arguments(target, dtype, wanted, None), scratch, writers=writers)
 

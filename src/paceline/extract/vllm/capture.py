@@ -21,9 +21,10 @@ from paceline.extract.vllm.wire import Message
 
 logger = logging.getLogger(__name__)
 
-# Steps' worth of prompt tokens kept waiting inside vLLM, and how far they may run down.
-_WINDOW_STEPS = 4
-_REFILL_STEPS = 2
+# Steps' worth of prompt tokens kept inside vLLM: one that runs, one that is scheduled meanwhile,
+# and what requests in the middle of their prompt have behind them. More would only leave one of
+# several engines with work when the others have none.
+_WINDOW_STEPS = 3
 _EVENTS_EVERY = 8
 _SUBMIT_SAMPLES = 64
 _WAIT_WORTH_TELLING_S = 1.0
@@ -118,7 +119,7 @@ class Capture:
     def _stream(self, source: Iterator[TokenSample]) -> None:
         exhausted = False
         for steps in itertools.count(1):
-            if not exhausted and self._waiting() < _REFILL_STEPS * self._step_tokens:
+            if not exhausted:
                 exhausted = self._refill(source)
             if not self._engine.busy():
                 if exhausted:

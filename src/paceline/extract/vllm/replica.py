@@ -20,7 +20,7 @@ from paceline.extract.vllm.settings import VllmSettings
 from paceline.extract.vllm.wire import Message
 
 # Samples that travel at a time: few, so that the queue's end is shared out evenly.
-PULL_SAMPLES = 8
+PULL_SAMPLES = 2
 KEY_VARIABLE = "PACELINE_REPLICA_KEY"
 
 

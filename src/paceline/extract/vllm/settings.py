@@ -18,8 +18,9 @@ EXTENSION = "paceline.extract.vllm.extension.PacelineTap"
 _FORCED = {"enforce_eager": True, "enable_prefix_caching": False, "speculative_config": None}
 _OURS = ("model", "worker_extension_cls", "dtype", "data_parallel_size")
 
-# Prefill is at its best from about this many tokens a step on.
-_GPU_BATCHED_TOKENS = 16384
+# Prefill is at its best from about this many tokens a step on: an H200 gains nothing beyond, and
+# more is left to write when the last step is over.
+_GPU_BATCHED_TOKENS = 8192
 _MAX_SEQS = 256
 HOST_MEMORY_BYTES = 6 << 30
 # Shortest context that the probe can use: its prompts and their continuations.
@@ -41,7 +42,7 @@ class VllmSettings:
     replica: int = 0
     driver: dict[str, Any] | None = None
     host_memory_bytes: int = HOST_MEMORY_BYTES
-    writers: int = 2
+    writers: int = 4
     environment: dict[str, str] = field(default_factory=dict)
 
 
