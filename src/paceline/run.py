@@ -84,13 +84,14 @@ def _streamed(options: ExtractOptions) -> ExtractOptions:
 def _keep_plan(recipe: Recipe, planned: dict[str, StageOptions], path: Path) -> None:
     """A plan of this recipe beside the stages, so that the page can hold it against what came.
 
-    One that is there already (`paceline plan --measure` makes a better one) stays; nothing is
-    foretold of a run that has begun.
+    One that is there already (`paceline plan --measure` makes a better one) stays, one of another
+    recipe goes; nothing is foretold of a run that has begun.
     """
     if path.is_file():
         known = json.loads(path.read_text())
         if known["recipe"] == recipe.model_dump(mode="json", exclude_unset=True):
             return
+        path.unlink()
     if any((Path(options.out) / MANIFEST_NAME).is_file() for options in planned.values()):
         return
     try:

@@ -251,7 +251,14 @@ def test_run_keeps_a_plan_of_its_recipe(tiny_run):
     recipe = load_recipe(tiny_run.parent / "recipe.yaml")
     assert plan["recipe"] == recipe.model_dump(mode="json", exclude_unset=True)
     assert plan["total"]["bytes"] > 0
-    # Another run of it changes nothing, and what has begun is not planned anew.
     before = (tiny_run / "plan.json").read_bytes()
     paceline.run(recipe, overrides=[])
     assert (tiny_run / "plan.json").read_bytes() == before
+
+
+def test_a_plan_of_another_recipe_goes_and_none_is_made_of_what_has_begun(tiny_run, tmp_path):
+    shutil.copytree(tiny_run, tmp_path / "run", ignore=shutil.ignore_patterns("report"))
+    changes = [f"run_dir={tmp_path / 'run'}", "report.title=Another"]
+    paceline.run(str(tiny_run.parent / "recipe.yaml"), changes)
+    assert not (tmp_path / "run" / "plan.json").exists()
+    assert (tmp_path / "run" / "report" / "index.html").is_file()
