@@ -76,16 +76,36 @@ def _key_ranges(
 
 
 @triton.jit
+def _load_rows(
+    pointer, inside, width, CHECK: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr
+):
+    """A tile [rows, BLOCK] at pointers of its elements; zeros outside. CHECK: some rows may be
+    outside; FULL: the width is the block's, so that no column is."""
+    if FULL:
+        if CHECK:
+            return tl.load(pointer, mask=inside[:, None], other=0.0)
+        else:
+            return tl.load(pointer)
+    else:
+        there = (tl.arange(0, BLOCK) < width)[None, :]
+        if CHECK:
+            there = there & inside[:, None]
+        return tl.load(pointer, mask=there, other=0.0)
+
+
+@triton.jit
 def _attend_keys(
     acc, peak, total, q, kv, kv_stride, low, high, first, last, width, scale, group_at, value_at,
-    MASKED: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, FULL: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    column = tl.arange(0, BLOCK)
+    # Within a tile 32 bits are enough; what moves is one pointer.
+    tile = tl.arange(0, KEYS)[:, None] * kv_stride + tl.arange(0, BLOCK)[None, :]
+    stride = kv_stride.to(tl.int64)
     for begin in range(low, high, KEYS):
         key = begin + tl.arange(0, KEYS)
-        at = key.to(tl.int64)[:, None] * kv_stride + column[None, :]
-        there = (key < high)[:, None] & (column < width)[None, :]
-        k = tl.load(kv + group_at + at, mask=there, other=0.0)
+        block = kv + begin * stride
+        k = _load_rows(block + group_at + tile, key < high, width, MASKED, FULL, BLOCK)
         score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if MASKED:
             seen = (key[None, :] >= first[:, None]) & (key[None, :] <= last[:, None])
@@ -94,7 +114,7 @@ def _attend_keys(
         weight = tl.exp2(score - new_peak[:, None])
         fade = tl.exp2(peak - new_peak)
         total = total * fade + tl.sum(weight, 1)
-        v = tl.load(kv + value_at + at, mask=there, other=0.0)
+        v = _load_rows(block + value_at + tile, key < high, width, MASKED, FULL, BLOCK)
         acc = acc * fade[:, None]
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision=PRECISION)
         peak = new_peak
@@ -105,8 +125,8 @@ def _attend_keys(
 def _forward(
     q, kv, own, out, lse, key_start, key_last, num_rows, num_own, q_stride, kv_stride, own_stride,
     own_row_stride, groups, width, scale,
-    P: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    P: tl.constexpr, FULL: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     row, head, inside, first, last = _tile_rows(key_start, key_last, num_rows, P, ROWS)
     low, high, whole_low, whole_high = _key_ranges(key_start, key_last, num_rows, P, ROWS, KEYS)
@@ -121,15 +141,15 @@ def _forward(
     value_at = group_at + groups * width
     acc, peak, total = _attend_keys(
         acc, peak, total, q_tile, kv, kv_stride, low, tl.minimum(whole_low, high), first, last,
-        width, scale, group_at, value_at, True, KEYS, BLOCK, PRECISION,
+        width, scale, group_at, value_at, True, FULL, KEYS, BLOCK, PRECISION,
     )  # fmt: skip
     acc, peak, total = _attend_keys(
         acc, peak, total, q_tile, kv, kv_stride, whole_low, whole_high, first, last,
-        width, scale, group_at, value_at, False, KEYS, BLOCK, PRECISION,
+        width, scale, group_at, value_at, False, FULL, KEYS, BLOCK, PRECISION,
     )  # fmt: skip
     acc, peak, total = _attend_keys(
         acc, peak, total, q_tile, kv, kv_stride, whole_high, high, first, last,
-        width, scale, group_at, value_at, True, KEYS, BLOCK, PRECISION,
+        width, scale, group_at, value_at, True, FULL, KEYS, BLOCK, PRECISION,
     )  # fmt: skip
     own_at = row.to(tl.int64)[:, None] * own_row_stride + column[None, :]
     for step in range(num_own):
@@ -153,15 +173,16 @@ def _forward(
 def _query_gradient(
     acc, q, upper, lse, delta, kv, kv_stride, low, high, first, last, width, scale, group_at,
     value_at,
-    MASKED: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, FULL: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    column = tl.arange(0, BLOCK)
+    tile = tl.arange(0, KEYS)[:, None] * kv_stride + tl.arange(0, BLOCK)[None, :]
+    stride = kv_stride.to(tl.int64)
     for begin in range(low, high, KEYS):
         key = begin + tl.arange(0, KEYS)
-        at = key.to(tl.int64)[:, None] * kv_stride + column[None, :]
-        there = (key < high)[:, None] & (column < width)[None, :]
-        k = tl.load(kv + group_at + at, mask=there, other=0.0)
-        v = tl.load(kv + value_at + at, mask=there, other=0.0)
+        block = kv + begin * stride
+        k = _load_rows(block + group_at + tile, key < high, width, MASKED, FULL, BLOCK)
+        v = _load_rows(block + value_at + tile, key < high, width, MASKED, FULL, BLOCK)
         score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         weight = tl.exp2(score - lse[:, None])
         if MASKED:
@@ -177,8 +198,8 @@ def _query_gradient(
 def _backward_queries(
     q, kv, own, out, grad, lse, deltas, grad_q, key_start, key_last, num_rows, num_own, q_stride,
     kv_stride, own_stride, own_row_stride, groups, width, scale, unit,
-    P: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    P: tl.constexpr, FULL: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     row, head, inside, first, last = _tile_rows(key_start, key_last, num_rows, P, ROWS)
     low, high, whole_low, whole_high = _key_ranges(key_start, key_last, num_rows, P, ROWS, KEYS)
@@ -198,15 +219,15 @@ def _backward_queries(
     value_at = group_at + groups * width
     acc = _query_gradient(
         acc, q_tile, upper, peak, delta, kv, kv_stride, low, tl.minimum(whole_low, high), first,
-        last, width, scale, group_at, value_at, True, KEYS, BLOCK, PRECISION,
+        last, width, scale, group_at, value_at, True, FULL, KEYS, BLOCK, PRECISION,
     )  # fmt: skip
     acc = _query_gradient(
         acc, q_tile, upper, peak, delta, kv, kv_stride, whole_low, whole_high, first,
-        last, width, scale, group_at, value_at, False, KEYS, BLOCK, PRECISION,
+        last, width, scale, group_at, value_at, False, FULL, KEYS, BLOCK, PRECISION,
     )  # fmt: skip
     acc = _query_gradient(
         acc, q_tile, upper, peak, delta, kv, kv_stride, whole_high, high, first,
-        last, width, scale, group_at, value_at, True, KEYS, BLOCK, PRECISION,
+        last, width, scale, group_at, value_at, True, FULL, KEYS, BLOCK, PRECISION,
     )  # fmt: skip
     own_at = row.to(tl.int64)[:, None] * own_row_stride + column[None, :]
     for step in range(num_own):
@@ -223,8 +244,8 @@ def _backward_queries(
 def _key_gradient(
     acc_k, acc_v, k, v, key, q, grad, lse, deltas, key_start, key_last, low, high, end, q_stride,
     heads, width, scale,
-    MASKED: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, FULL: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
     for begin in range(low, high, ROWS):
@@ -232,11 +253,14 @@ def _key_gradient(
         inside = index < end
         row = index // P
         head = tl.program_id(1) * P + index % P
-        tile = inside[:, None] & (column < width)[None, :]
-        head_at = row.to(tl.int64)[:, None] * q_stride + head[:, None] * width + column[None, :]
-        out_at = (row.to(tl.int64) * heads + head)[:, None] * width + column[None, :]
-        q_tile = tl.load(q + head_at, mask=tile, other=0.0)
-        upper = tl.load(grad + out_at, mask=tile, other=0.0)
+        # Within a tile 32 bits are enough.
+        top = begin // P
+        head_at = ((row - top) * q_stride + head * width)[:, None] + column[None, :]
+        out_at = (((row - top) * heads + head) * width)[:, None] + column[None, :]
+        q_top = q + top * q_stride.to(tl.int64)
+        grad_top = grad + top * (heads * width).to(tl.int64)
+        q_tile = _load_rows(q_top + head_at, inside, width, MASKED, FULL, BLOCK)
+        upper = _load_rows(grad_top + out_at, inside, width, MASKED, FULL, BLOCK)
         peak = tl.load(lse + row * heads + head, mask=inside, other=0.0)
         delta = tl.load(deltas + row * heads + head, mask=inside, other=0.0)
         score = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION) * scale
@@ -257,8 +281,8 @@ def _key_gradient(
 def _backward_keys(
     q, kv, grad, lse, deltas, grad_kv, key_start, key_last, row_borders, num_keys, q_stride,
     kv_stride, groups, width, scale, unit,
-    P: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    P: tl.constexpr, FULL: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     key = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
     column = tl.arange(0, BLOCK)
@@ -282,15 +306,15 @@ def _backward_keys(
     whole_high = tl.maximum(whole_high, whole_low)
     acc_k, acc_v = _key_gradient(
         acc_k, acc_v, k, v, key, q, grad, lse, deltas, key_start, key_last, low, whole_low, high,
-        q_stride, heads, width, scale, True, P, ROWS, BLOCK, PRECISION,
+        q_stride, heads, width, scale, True, FULL, P, ROWS, BLOCK, PRECISION,
     )  # fmt: skip
     acc_k, acc_v = _key_gradient(
         acc_k, acc_v, k, v, key, q, grad, lse, deltas, key_start, key_last, whole_low, whole_high,
-        high, q_stride, heads, width, scale, False, P, ROWS, BLOCK, PRECISION,
+        high, q_stride, heads, width, scale, False, FULL, P, ROWS, BLOCK, PRECISION,
     )  # fmt: skip
     acc_k, acc_v = _key_gradient(
         acc_k, acc_v, k, v, key, q, grad, lse, deltas, key_start, key_last, whole_high, high, high,
-        q_stride, heads, width, scale, True, P, ROWS, BLOCK, PRECISION,
+        q_stride, heads, width, scale, True, FULL, P, ROWS, BLOCK, PRECISION,
     )  # fmt: skip
     out_kv = grad_kv + key.to(tl.int64)[:, None] * (2 * groups * width) + column[None, :]
     kind = grad_kv.dtype.element_ty
@@ -347,11 +371,10 @@ class _RowsAttention(torch.autograd.Function):
         if num_rows:
             _forward[shape.grid(tile)](
                 q, kv, kv if own is None else own, out, lse, key_start, key_last, num_rows,
-                shape.num_own, q.stride(0),
-                kv.stride(0), shape.own_stride, shape.own_row_stride, shape.groups, width,
-                shape.unit * _LOG2_E, P=shape.per_group, ROWS=tile.rows, KEYS=tile.keys,
-                BLOCK=shape.block, PRECISION=shape.precision, num_warps=tile.warps,
-                num_stages=tile.stages,
+                shape.num_own, q.stride(0), kv.stride(0), shape.own_stride, shape.own_row_stride,
+                shape.groups, width, shape.unit * _LOG2_E, P=shape.per_group,
+                FULL=shape.block == width, ROWS=tile.rows, KEYS=tile.keys, BLOCK=shape.block,
+                PRECISION=shape.precision, num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
         ctx.save_for_backward(q, kv, own, out, lse, key_start, key_last)
         return out
@@ -369,20 +392,20 @@ class _RowsAttention(torch.autograd.Function):
             return grad_q, grad_kv.zero_(), grad_own, None, None
         deltas = torch.empty_like(lse)
         common = {"P": shape.per_group, "BLOCK": shape.block}
+        tiled = {**common, "FULL": shape.block == width, "PRECISION": shape.precision}
         tile, scale = shape.tiles["queries"], shape.unit * _LOG2_E
         _backward_queries[shape.grid(tile)](
             q, kv, kv if own is None else own, out, grad, lse, deltas, grad_q, key_start, key_last,
             num_rows, shape.num_own, q.stride(0), kv.stride(0), shape.own_stride,
             shape.own_row_stride, shape.groups, width, scale, shape.unit, ROWS=tile.rows,
-            KEYS=tile.keys, PRECISION=shape.precision, num_warps=tile.warps,
-            num_stages=tile.stages, **common,
+            KEYS=tile.keys, num_warps=tile.warps, num_stages=tile.stages, **tiled,
         )  # fmt: skip
         tile = shape.tiles["keys"]
         borders = _row_borders(key_start, key_last, len(kv), tile.keys)
         _backward_keys[(borders.shape[1], shape.groups)](
             q, kv, grad, lse, deltas, grad_kv, key_start, key_last, borders, len(kv), q.stride(0),
             kv.stride(0), shape.groups, width, scale, shape.unit, ROWS=tile.rows, KEYS=tile.keys,
-            PRECISION=shape.precision, num_warps=tile.warps, num_stages=tile.stages, **common,
+            num_warps=tile.warps, num_stages=tile.stages, **tiled,
         )  # fmt: skip
         if own is not None:
             _backward_own[(triton.cdiv(num_rows, 16), shape.groups, len(own))](
