@@ -42,6 +42,8 @@ ERROR_403, ERROR_500, ERROR_503, CUT_REQUEST, CUT_RESPONSE, STALL = (
     "cut response",
     "stall",
 )
+# A response with one wrong bit in its middle.
+FLIP = "flip"
 _REFUSALS = {ERROR_403: "AccessDenied", ERROR_500: "InternalError", ERROR_503: "SlowDown"}
 # Those that pass.
 FAULTS = (ERROR_500, ERROR_503, CUT_REQUEST, CUT_RESPONSE, STALL)
@@ -103,6 +105,9 @@ def _handler(proxy: Proxy, server_port: int) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             if self.command == "HEAD":
                 return
+            if fault == FLIP and content:
+                at = len(content) // 2
+                content = content[:at] + bytes([content[at] ^ 8]) + content[at + 1 :]
             if fault == CUT_RESPONSE:
                 self.wfile.write(content[: len(content) // 2])
                 self._hang_up()

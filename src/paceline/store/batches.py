@@ -112,6 +112,8 @@ class _Slot:
         if self._copied:
             self._copied.synchronize()
         records = [self._store.records[i] for i in group]
+        for record in records:
+            self._store.prove(record)
         starts = {
             name: [0, *accumulate(getattr(r, counted) for r in records)]
             for name, counted in _COUNTED.items()

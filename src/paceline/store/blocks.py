@@ -71,11 +71,14 @@ class BlockFile:
         for at in range(start, stop, step):
             yield self._fetch(at, min(at + step, stop))
 
-    def forget(self) -> None:
-        """Fetch everything anew: what is there has turned out to be wrong."""
+    def fetch_again(self) -> None:
+        """Fetch all that was in use anew: it has turned out to be wrong."""
         with self._changed:
+            used = np.flatnonzero(self._is_sound).tolist()
             self._write_digests(range(len(self._is_sound)), [_ABSENT] * len(self._is_sound))
             self._is_sound[:] = False
+        for run in _runs(used):
+            self.need(*self._span(run))
 
     def is_gone(self) -> bool:
         """The copy was removed to make room; what is open still works, but frees nothing."""

@@ -74,6 +74,7 @@ class ShardReader:
     def read(self, index: int) -> StoredSample:
         """One sample by its index in `records`."""
         record = self.records[index]
+        self.prove(record)
         shard = self.shard(record.shard)
         start, stop = shard.offsets[record.position : record.position + 2, 0].tolist()
         return StoredSample(
@@ -83,6 +84,19 @@ class ShardReader:
             aux=self.read_states(record, "aux"),
             last=self.read_states(record, "last"),
         )
+
+    def prove(self, record: SampleRecord) -> None:
+        """Hold a sample that comes from far away against its checksum, once. Raises StoreCorruption
+        where it is wrong in the original too."""
+        shard = self.shard(record.shard)
+        if not shard.is_copy or record.position in shard.proved_samples:
+            return
+        try:
+            read_encoded(shard, self.codec, record.position).check()
+        except StoreCorruption:
+            shard.fetch_again()
+            read_encoded(shard, self.codec, record.position).check()
+        shard.proved_samples.add(record.position)
 
     def read_states(
         self, record: SampleRecord, kind: str, out: torch.Tensor | None = None

@@ -104,8 +104,8 @@ class RemoteShelf:
         try:
             return Shard(path, copy, self.place.name_of(name))
         except StoreCorruption:
-            copy.forget()
-            raise
+            copy.fetch_again()
+            return Shard(path, copy, self.place.name_of(name))
 
     def _fetch(self, name: str, start: int, stop: int) -> bytes:
         try:

@@ -126,7 +126,7 @@ class MappedTensors:
         names the original in messages."""
         self.path = where or path
         self._copy = copy
-        self._whole: set[str] = set()
+        self._proved: set[str] = set()
         self._descriptor = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
         self.total_bytes = os.fstat(self._descriptor).st_size
@@ -178,11 +178,13 @@ class MappedTensors:
         """A whole tensor as a view of the file; of a remote one, compared with its checksum."""
         entry = self.entries[name]
         view = self._view(entry, 0, entry.shape[0])
-        if self._copy and name not in self._whole:
-            if checksum.of(bytes_of(view)) != self.checksums.get(name):
-                self._copy.forget()
-                raise self._damage(entry)
-            self._whole.add(name)
+        if self._copy and name not in self._proved:
+            is_same = lambda: checksum.of(bytes_of(view)) == self.checksums.get(name)
+            if not is_same():
+                self.fetch_again()
+                if not is_same():
+                    raise self._damage(entry)
+            self._proved.add(name)
         return view
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -232,9 +234,20 @@ class MappedTensors:
                 raise self._damage(entry)
         return self.total_bytes
 
+    @property
+    def is_copy(self) -> bool:
+        """The original is far away; what is read here was fetched from it."""
+        return self._copy is not None
+
     def is_gone(self) -> bool:
         """The copy of a remote file was removed to make room; open it anew."""
         return self._copy is not None and self._copy.is_gone()
+
+    def fetch_again(self) -> None:
+        """Whatever is there of a copy is fetched anew, since it is not what it should be: the
+        network or the cache's disk may have been at fault."""
+        if self._copy:
+            self._copy.fetch_again()
 
     def _need(self, start: int, stop: int) -> None:
         """Called before bytes are read."""
@@ -274,6 +287,8 @@ class Shard(MappedTensors):
             self.num_samples = int(self.metadata["num_samples"])
         except (KeyError, ValueError, StoreError) as error:
             raise StoreCorruption(f"{self.path}: the header lacks {error}") from error
+        # Positions of samples that were held against their checksums; used for copies only.
+        self.proved_samples: set[int] = set()
 
     @cached_property
     def offsets(self) -> np.ndarray:
