@@ -33,6 +33,7 @@ def test_a_node_that_dies_gives_its_samples_back(cluster: Cluster, tmp_path: Pat
         engine="vllm",
         workers=2,
         ray_address=cluster.address,
+        layers=list(PLAN.aux),
         max_batch_tokens=64,
         engine_options={"max_model_len": 256},
     )
