@@ -103,7 +103,7 @@ def test_the_limit_is_of_each_set(target, tmp_path):
     files = [write_set(tmp_path / name / "question.jsonl", *rows) for name in ("a", "b")]
     asked = questions(target, *files, limit=2)
     assert [chat.name for chat in asked.chats] == ["a/0", "a/1", "b/0", "b/1"]
-    with pytest.raises(DataError, match="a/0 is there more than once"):
+    with pytest.raises(DataError, match="a/. is there more than once"):
         questions(target, files[0], files[0])
 
 
@@ -115,6 +115,7 @@ def test_the_limit_is_of_each_set(target, tmp_path):
         ('{"turns": []}', "row 2 has no `turns`"),
         ('{"turns": ["a", 3]}', "row 2 has no `turns`"),
         ("[1]", "row 2 has no `turns`"),
+        ('{"turns": {"a": "b"}}', "row 2 has no `turns`"),
     ],
 )
 def test_a_row_that_is_no_prompt_is_named(target, tmp_path, line, says):
@@ -134,11 +135,11 @@ def test_what_cannot_be_asked(target, tmp_path):
     file = write_set(tmp_path / "s.jsonl", {"turns": ["hello"]})
     silent = tmp_path / "silent.jinja"
     silent.write_text("{% for m in messages %}{{ m['role'] }}{% endfor %}")
-    with pytest.raises(EvaluationError, match="s/0.*does not print the user's words"):
+    with pytest.raises(EvaluationError, match="s/1.*does not print the user's words"):
         questions(target, file, chat_template=str(silent))
     strict = tmp_path / "strict.jinja"
     strict.write_text("{{ raise_exception('no system') }}")
-    with pytest.raises(EvaluationError, match="s/0.*no system"):
+    with pytest.raises(EvaluationError, match="s/1.*no system"):
         questions(target, file, chat_template=str(strict))
 
 
@@ -196,12 +197,12 @@ def test_decoding_is_told_for_each_set_and_pooled(target, draft, tmp_path):
     rows = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
     answered = {(r["conversation"], r["turn"], r["num_draft_tokens"]): r["ids"] for r in rows}
     assert len(answered) == 2 * (2 * 2 + 3)
-    assert answered["pairs/0", 1, 0] == answered["pairs/0", 1, 2]
+    assert answered["pairs/1", 1, 0] == answered["pairs/1", 1, 2]
     counted = [json.loads(line) for line in (out / "conversations.jsonl").read_text().splitlines()]
     assert sum(row["verify_steps"] for row in counted) == pooled["verify_steps"]
     # A set that changed is another measurement.
     write_set(tmp_path / "single.jsonl", {"prompt": "other"})
-    with pytest.raises(FingerprintMismatch, match=r"answers\.fingerprint"):
+    with pytest.raises(FingerprintMismatch, match=r"answers\.fingerprint\.files"):
         measure()
 
 

@@ -6,8 +6,10 @@ figures are told by.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +50,7 @@ class ChatForm:
         self._system = options.system_prompt
         self._template = None
         if options.chat_template is not None:
-            if not Path(options.chat_template).is_file():
-                raise UsageError(f"chat_template: {options.chat_template}: no such file")
-            self._template = Path(options.chat_template).read_text()
+            self._template = _template_text(options)
         elif not self._tokenizer.chat_template:
             raise TargetError(
                 f"{target.folder}: the tokenizer has no chat template: give a Jinja template in a "
@@ -126,7 +126,10 @@ def describe_questions(options: EvaluateOptions) -> dict[str, Any]:
     """The questions as an entry of a manifest's `inputs`."""
     if options.prompts:
         files = _files(options)
-        return {"path": [str(f) for f in files], "fingerprint": fingerprint.of_files(files)}
+        parts = {"files": fingerprint.of_files(files)}
+        if options.chat_template is not None:
+            parts["chat_template"] = fingerprint.of_bytes(_template_text(options).encode())
+        return {"path": [str(file) for file in files], "fingerprint": parts}
     return describe_input(options.data, load_finished(options.data, "prepare"))
 
 
@@ -142,11 +145,9 @@ def open_questions(options: EvaluateOptions, target: Target) -> Questions:
     chats = [chat for file in _files(options) for chat in _of_file(file, options)]
     if not chats:
         raise EvaluationError(f"{', '.join(options.prompts)}: no prompts in there")
-    names = [chat.name for chat in chats]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise DataError(
-            f"prompts: {twice[0]} is there more than once: sets need names of their own"
-        )
+    name, times = Counter(chat.name for chat in chats).most_common(1)[0]
+    if times > 1:
+        raise DataError(f"prompts: {name} is there more than once: sets need names of their own")
     for chat in chats:
         form.begin(chat)
     return Questions(chats, set(target.end_of_turn_ids), form)
@@ -173,20 +174,30 @@ def _files(options: EvaluateOptions) -> list[Path]:
     return files
 
 
+def _template_text(options: EvaluateOptions) -> str:
+    path = Path(options.chat_template or "")
+    if not path.is_file():
+        raise UsageError(f"chat_template: {path}: no such file")
+    return path.read_text()
+
+
 def _of_file(file: Path, options: EvaluateOptions) -> Iterator[Chat]:
     source = source_of(file)
-    lines = (line for line in file.read_bytes().split(b"\n") if line.strip())
-    for number, line in enumerate(lines):
-        if number == options.limit:
-            return
-        where = f"{file}, row {number + 1}"
+    numbered = enumerate(file.read_bytes().split(b"\n"), start=1)
+    rows = ((number, line) for number, line in numbered if line.strip())
+    for number, line in islice(rows, options.limit):
+        where = f"{file}, row {number}"
         try:
             row = json.loads(line)
         except ValueError as error:
             raise DataError(f"{where} is not JSON: {error}") from error
         turns = row.get("turns", row.get("prompt")) if isinstance(row, dict) else None
         turns = [turns] if isinstance(turns, str) else turns
-        if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        if not (turns and isinstance(turns, list) and all(map(_is_text, turns))):
             raise DataError(f"{where} has no `turns` (a list of user turns) and no `prompt`")
         name = next((row[key] for key in ("question_id", "id") if key in row), number)
         yield Chat(f"{source}/{name}", f"{source}/{name}", source, [], turns[: options.max_turns])
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())

@@ -25,8 +25,10 @@ class RunningServer:
         self._url = url.rstrip("/")
         self._options = options
         self._sampling = Sampling(options.max_new_tokens, end_ids)
-        self._model = self._engine(1).model
-        self._client = httpx.Client(headers=self._engine(1).headers, timeout=60.0, trust_env=False)
+        self._model = options.served_model
+        engine = self._engine(1)
+        self._model = engine.model  # known from here on, so that no request has to ask again
+        self._client = httpx.Client(headers=engine.headers, timeout=60.0, trust_env=False)
         self.describe: dict[str, Any] = {
             "name": "vllm",
             "version": self._version(),
@@ -82,7 +84,7 @@ class RunningServer:
             GenerateOptions(
                 server=self._url,
                 api_key=self._options.api_key,
-                served_model=self._options.served_model,
+                served_model=self._model,
                 concurrency=at_a_time,
             )
         )
