@@ -1,6 +1,7 @@
 """Training from a store while it is written, under a byte budget, in two real processes."""
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
