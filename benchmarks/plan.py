@@ -5,10 +5,12 @@
 `paceline plan --measure` first, then the demo's stages into a fresh folder, each in processes of
 their own. --rows and --steps make both smaller. A table goes to stderr, one JSON object to stdout:
 `bytes_ratio` and `time_ratio` are found over foretold; the bars are 0.9 to 1.1 and 0.7 to 1.3.
+`memory_ratio` is the run's peak of resident memory over the host memory foretold.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -32,8 +34,8 @@ def main() -> None:
             overrides.append(f"prepare.limit={arguments.rows}")
         if arguments.steps:
             overrides.append(f"train.max_steps={arguments.steps}")
-        plan = paceline("plan", *overrides, "--measure")
-        run = paceline("run", *overrides)
+        plan, _ = paceline("plan", *overrides, "--measure")
+        run, peak_bytes = paceline("run", *overrides)
         sizes = {stage: folder_bytes(Path(told["folder"])) for stage, told in run["stages"].items()}
     stages = {
         stage: {
@@ -49,6 +51,8 @@ def main() -> None:
     result = {
         "bytes_ratio": total["bytes"] / total["planned_bytes"],
         "time_ratio": total["s"] / total["planned_s"],
+        "memory_ratio": peak_bytes / plan["total"]["host_bytes"],
+        "peak_bytes": peak_bytes,
         "stages": stages,
         "measured": plan["measured"],
         "setting": plan["setting"],
@@ -56,11 +60,17 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def paceline(command: str, *arguments: str) -> dict:
-    """Run the program on the demo's recipe, from the repository's root; its JSON result."""
+def paceline(command: str, *arguments: str) -> tuple[dict, int]:
+    """Run the program on the demo's recipe, from the repository's root; its JSON result and its
+    peak of resident memory in bytes."""
     line = [str(PACELINE), command, "recipes/demo.yaml", *arguments, "--json"]
-    done = subprocess.run(line, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout)
+    process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    output = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"paceline {command} ended with {process.returncode}")
+    return json.loads(output), usage.ru_maxrss * 1024
 
 
 def folder_bytes(folder: Path) -> int:

@@ -69,7 +69,7 @@ def run(options: DoctorOptions) -> dict[str, Any]:
     found = {
         "paceline": __version__,
         "python": platform.python_version(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
         "packages": _core_packages(requirements, problems),
         "extras": _extras(requirements),
         "engines": _engines(problems),
