@@ -83,14 +83,15 @@ def _load_rows(
     outside; FULL: the width is the block's, so that no column is."""
     if FULL:
         if CHECK:
-            return tl.load(pointer, mask=inside[:, None], other=0.0)
+            tile = tl.load(pointer, mask=inside[:, None], other=0.0)
         else:
-            return tl.load(pointer)
+            tile = tl.load(pointer)
     else:
         there = (tl.arange(0, BLOCK) < width)[None, :]
         if CHECK:
             there = there & inside[:, None]
-        return tl.load(pointer, mask=there, other=0.0)
+        tile = tl.load(pointer, mask=there, other=0.0)
+    return tile
 
 
 @triton.jit

@@ -152,4 +152,5 @@ class TritonScores:
 
 
 def _block(width: int) -> int:
-    return min(triton.next_power_of_2(width), 4096)
+    # 8 columns a thread: with 16, registers leave room for one program on a multiprocessor.
+    return min(triton.next_power_of_2(width), 2048)

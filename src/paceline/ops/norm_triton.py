@@ -98,4 +98,4 @@ def _side_by_side(x: torch.Tensor) -> torch.Tensor:
 
 
 def _num_warps(block: int) -> int:
-    return min(max(block // 512, 1), 16)
+    return min(max(block // 256, 1), 16)
