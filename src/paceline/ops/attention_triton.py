@@ -81,16 +81,15 @@ def _load_rows(
 ):
     """A tile [rows, BLOCK] at pointers of its elements; zeros outside. CHECK: some rows may be
     outside; FULL: the width is the block's, so that no column is."""
-    if FULL:
-        if CHECK:
-            tile = tl.load(pointer, mask=inside[:, None], other=0.0)
-        else:
-            tile = tl.load(pointer)
-    else:
+    if not FULL:
         there = (tl.arange(0, BLOCK) < width)[None, :]
         if CHECK:
             there = there & inside[:, None]
         tile = tl.load(pointer, mask=there, other=0.0)
+    elif CHECK:
+        tile = tl.load(pointer, mask=inside[:, None], other=0.0)
+    else:
+        tile = tl.load(pointer)
     return tile
 
 
