@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from tests.engines.common import ROW_BOUND, SMOLLM2, Reference
 pytestmark = pytest.mark.engine_vllm
 
 NUM_SAMPLES = 60
-TIMEOUT_S = 400.0
+TIMEOUT_S = 600.0
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,25 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "prepare"
 
 
-def start(data: Path, out: Path) -> subprocess.Popen:
+@pytest.fixture
+def start() -> Iterator[Callable[[Path, Path], subprocess.Popen]]:
+    """`start_extract`; what a failed test leaves running is ended."""
+    drivers: list[subprocess.Popen] = []
+
+    def start(data: Path, out: Path) -> subprocess.Popen:
+        drivers.append(start_extract(data, out))
+        return drivers[-1]
+
+    yield start
+    for driver in drivers:
+        if driver.poll() is None:
+            family = [*psutil.Process(driver.pid).children(recursive=True), driver]
+            for process in family:
+                process.kill()
+            driver.wait()
+
+
+def start_extract(data: Path, out: Path) -> subprocess.Popen:
     """`paceline extract` with small steps and shards, vLLM in processes of its own."""
     command = [sys.executable, "-m", "paceline.cli.main", "extract", "--engine", "vllm"]
     command += ["--data", str(data), "--out", str(out), "--dtype", "float32", "--json"]
@@ -74,7 +93,12 @@ def wait_for_all_gone(family: list[psutil.Process]) -> None:
     assert not [p for p in left if "resource_tracker" not in " ".join(p.cmdline())]
 
 
-def test_killed_driver_worker_and_sigterm(data: Path, reference: Reference, tmp_path: Path) -> None:
+def test_killed_driver_worker_and_sigterm(
+    start: Callable[[Path, Path], subprocess.Popen],
+    data: Path,
+    reference: Reference,
+    tmp_path: Path,
+) -> None:
     out = tmp_path / "extract"
     kept: dict[str, str] = {}
 
