@@ -1,10 +1,17 @@
 """Shared pieces: the real small target and one real line of stages on it, made once a session."""
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+
+# Without a CUDA GPU the kernels run in Triton's interpreter: the same arithmetic on the CPU. Triton
+# reads this once, when something first imports it.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import paceline
 from tests.tiny_line import program, write_recipe

@@ -1,6 +1,7 @@
 """`watch`: what is told of a job is what its files say, while it works and after."""
 
 import json
+import os
 import threading
 import time
 
@@ -12,6 +13,7 @@ from paceline.cli.watch import show
 from paceline.errors import UsageError
 from paceline.store import ShardWriter
 from paceline.store.budget import let_go
+from paceline.store.shard import Shard
 from tests.cli.consoles import text_console
 
 from .store.making import make_sample, make_spec, states_of
@@ -77,12 +79,15 @@ def test_an_extraction_with_a_budget(tmp_path):
             for sample in samples:
                 writer.add(sample, *states_of(sample, SPEC))
         let_go(folder, 0)
+        first, second = sorted((folder / "shards").iterdir())
+        for path, published in ((first, 1000), (second, 1004)):
+            os.utime(path, (published, published))
         result = paceline.watch(str(tmp_path))
     (seen,) = result["stages"]
     assert (seen["samples"], seen["planned_samples"]) == (12, 50)
     assert (seen["shards"], seen["shards_removed"]) == (2, 1)
     assert seen["bytes"] == sum(p.stat().st_size for p in (folder / "shards").iterdir())
-    assert seen["samples_per_s"] > 0
+    assert seen["samples_per_s"] == Shard(second).num_samples / 4
     assert "12 of 50 (24.0%)" in shown(result)
 
 
