@@ -1,6 +1,6 @@
 """How fast the store writes and reads beside a plain file, and beside a file per sample.
 
-    python benchmarks/store.py [--gib 1.0] [--rounds 5] [--folder FOLDER] [--million 1000000]
+    python benchmarks/store.py [--gib 2.0] [--rounds 5] [--folder FOLDER] [--million 1000000]
 
 Samples of 500 tokens, half of them supervised, bfloat16, three auxiliary layers, hidden sizes 576
 and 4096; all ways take turns in one process, a ratio is the median over the rounds, and what is
@@ -45,7 +45,8 @@ from paceline.store import (
 )
 
 NUM_TOKENS = 500
-BATCH_TOKENS = 8192
+BATCH_TOKENS = 4096
+MIN_BATCHES = 48
 NUM_AUX = 3
 BLOCK_BYTES = 1 << 20
 # A pool of states is written again and again: what is in it does not matter to a disk.
@@ -54,7 +55,7 @@ POOL = 16
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gib", type=float, default=1.0)
+    parser.add_argument("--gib", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", default=None, help="where files are written; /dev/shm is one")
     parser.add_argument("--threads", type=int, default=2, help="of the reader")
@@ -188,10 +189,12 @@ def read_packed(store: Store, threads: int) -> float:
     """Seconds of one epoch out of a longer reading: a reader is made once and its memory is used
     again, so that batches before and after the epoch keep it in its stride."""
     epoch = list(iterate_packed(store, "train", BATCH_TOKENS, seed=0))
+    # Batches come in bunches, one from each thread; over many of them that does not matter.
+    num_epochs = -(-MIN_BATCHES // len(epoch))
     stride = [epoch[0]] * (threads + 3)
-    reader = PackedReader(store, [*stride, *epoch, *stride], num_threads=threads)
-    times = [time.perf_counter() for _ in reader]
-    return times[len(stride) + len(epoch) - 1] - times[len(stride) - 1]
+    groups = [*stride, *epoch * num_epochs, *stride]
+    times = [time.perf_counter() for _ in PackedReader(store, groups, num_threads=threads)]
+    return (times[-len(stride) - 1] - times[len(stride) - 1]) / num_epochs
 
 
 def rates(what: str, measured: list[tuple[int, float, float]]) -> dict[str, float]:
