@@ -26,7 +26,7 @@ fmt: $(VENV)/ready-test
 
 # The documentation as a site in site/; a link that leads nowhere is an error.
 docs: $(VENV)/ready-docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) runs site
