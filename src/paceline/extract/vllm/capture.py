@@ -60,7 +60,6 @@ class CaptureSetup:
     writers: list[int]
     spool: str
     compare_ranks: bool
-    driver: Message
 
     def message(self, max_num_batched_tokens: int) -> Message:
         spec = self.destination.spec
@@ -75,7 +74,6 @@ class CaptureSetup:
             "spool": self.spool,
             "compare_ranks": self.compare_ranks,
             "max_num_batched_tokens": max_num_batched_tokens,
-            "driver": self.driver,
         }
 
 

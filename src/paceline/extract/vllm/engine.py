@@ -60,6 +60,8 @@ class VllmEngine:
         for answer in self.all_settings:
             if "error" in answer:
                 wire.raise_error(answer["error"])
+        drivers = [driver_message(), *([settings.driver] if settings.driver else [])]
+        self.call("paceline_watch", drivers)
         self.settings = check_effective(self.all_settings, dtype)
         self.info = EngineInfo("vllm", vllm.__version__, dtype, self._recorded())
 
@@ -84,7 +86,6 @@ class VllmEngine:
                 writers=[self._settings.replica * writers + i for i in range(writers)],
                 spool=spool,
                 compare_ranks=compare,
-                driver=self._settings.driver or driver_message(),
             )
             Capture(self, setup, on_tokens).run(destination.missing(samples))
         self._compared = True

@@ -7,6 +7,7 @@ import functools
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -80,6 +81,16 @@ class PacelineTap:
         }
 
     @_answering
+    def paceline_watch(self: Any, drivers: list[Message]) -> Message:
+        """End this worker, from now on, when one of these processes is gone: an orphan must not
+        publish what the next run, which knows nothing of it, makes again, nor hold a GPU."""
+        host, own = socket.gethostname(), os.getpid()
+        watched = [d for d in drivers if d["host"] == host and d["pid"] != own]
+        if watched:
+            threading.Thread(target=_watch, args=(watched,), name="tap-watch", daemon=True).start()
+        return {}
+
+    @_answering
     def paceline_open(self: Any, setup: Message) -> Message:
         """Install the tap; answers with the layers that this worker holds and writes."""
         ranks = Ranks()
@@ -126,7 +137,7 @@ class PacelineTap:
 
 
 class _Session:
-    """One capture in one worker: ring, tap, sinks, and a watch over the driver."""
+    """One capture in one worker: ring, tap and sinks."""
 
     def __init__(self, runner: Any, setup: Message, ranks: Ranks, ring: Ring) -> None:
         layers = find_decoder_layers(runner.get_model(), setup["num_layers"])
@@ -139,8 +150,6 @@ class _Session:
         sinks = self._open_sinks(setup, ranks)
         plan = wire.read_plan(setup["plan"])
         self.tap = Tap(runner, view_of(runner), layers, plan, ring, sinks)
-        self._closed = threading.Event()
-        self._watch(setup["driver"])
 
     def events(self, flush: bool) -> Message:
         if flush:
@@ -156,7 +165,6 @@ class _Session:
         return answer
 
     def close(self, publish: bool) -> Message:
-        self._closed.set()
         self.tap.close()
         answer = self.events(flush=False)
         answer["waited_s"] = self.tap.waited_s
@@ -188,18 +196,11 @@ class _Session:
             return list(self.store_sinks)
         return [BothSinks(sink, self.digest) for sink in self.store_sinks]
 
-    def _watch(self, driver: Message) -> None:
-        """End this worker when the driver is gone: an orphan must not publish what the next run,
-        which knows nothing of it, makes again."""
-        if driver["pid"] == os.getpid() or driver["host"] != socket.gethostname():
-            return
 
-        def watch() -> None:
-            while not self._closed.wait(_WATCH_S):
-                if process_start(driver["pid"]) != driver["started"]:
-                    os._exit(1)
-
-        threading.Thread(target=watch, name="tap-watch", daemon=True).start()
+def _watch(drivers: list[Message]) -> None:
+    while all(process_start(driver["pid"]) == driver["started"] for driver in drivers):
+        time.sleep(_WATCH_S)
+    os._exit(1)
 
 
 def process_start(pid: int) -> int | None:

@@ -32,7 +32,7 @@ class VllmSettings:
     """How to start vLLM.
 
     arguments: of `vllm.LLM`. scratch: a folder for what does not last. replica: the number of this
-    engine among those that share the work. driver: the process whose death ends all of it; None:
+    engine among those that share the work. driver: a process whose death ends all of it, besides
     the one that starts the engine. host_memory_bytes: of the ring that rows pass through.
     writers: threads that write shards, on a GPU; one waits for the disk while another writes.
     """
