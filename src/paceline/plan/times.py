@@ -12,8 +12,8 @@ from paceline.plan.shape import TargetShape
 from paceline.plan.sizes import DraftShape
 from paceline.recipe import EvaluateOptions, PlanOptions, TrainOptions
 
-# Shares of the rate of large matrix products that the work reaches (benchmarks/RESULTS.md has the
-# runs behind them). Without a measured run, times are right to a factor of about two.
+# Shares of the rate of large matrix products that the work is taken to reach where nothing was
+# measured: estimates, so that such times are right to a factor of about two.
 EXTRACT_SHARE, TRAIN_SHARE, GENERATE_SHARE = 0.5, 0.5, 0.1
 _PRODUCT_SIZE = {"cpu": 1024, "cuda": 8192}
 _PRODUCT_S = 0.5
