@@ -1,0 +1,109 @@
+"""What all option groups share, and how problems with options are told."""
+
+import difflib
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from paceline.errors import UsageError
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+def opt(
+    default: Any, doc: str, *, identity: bool = True, positional: bool = False, **constraints: Any
+) -> Any:
+    """A field with its documentation; `identity=False` keeps it out of what names the work,
+    `positional=True` lets it be given without its name."""
+    extra = {"identity": identity, "positional": positional}
+    return Field(default, description=doc, json_schema_extra=extra, **constraints)
+
+
+class Options(BaseModel):
+    """Base of all option groups: unknown names are errors, documentation is on the field."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True, use_attribute_docstrings=True)
+
+    def identity(self) -> dict[str, Any]:
+        """The options that shape the result, as JSON can say them."""
+        shaping = {
+            name
+            for name, info in type(self).model_fields.items()
+            if (info.json_schema_extra or {}).get("identity", True)
+        }
+        return self.model_dump(mode="json", include=shaping)
+
+
+def positional_options(model: type[Options]) -> list[str]:
+    """Names of the options that may be given without their names, in order."""
+    return [
+        name
+        for name, info in model.model_fields.items()
+        if (info.json_schema_extra or {}).get("positional")
+    ]
+
+
+class StageOptions(Options):
+    """What every stage has."""
+
+    out: str = opt(
+        "", "Folder to write; in a recipe, the stage's name inside `run_dir`.", identity=False
+    )
+    overwrite: bool = opt(False, "Start over where the folder holds other work.", identity=False)
+
+
+class TargetOptions(Options):
+    """Which target model."""
+
+    target: str | None = opt(
+        None,
+        "Local folder, Hugging Face id, or `pkg:PACKAGE/FILE.gguf` inside an installed package. "
+        "Left out after `prepare`: the one that made the inputs.",
+        identity=False,
+    )
+    revision: str | None = opt(None, "Revision of a Hugging Face id.", identity=False)
+    trust_remote_code: bool = opt(
+        False, "Run the code that the target's repository brings along.", identity=False
+    )
+
+
+class CacheOptions(Options):
+    """Where slices of a store below a URL are kept."""
+
+    cache_dir: str | None = opt(
+        None, "Folder of the local cache; None: `paceline` in the user's cache.", identity=False
+    )
+    cache_bytes: int = opt(
+        64 << 30,
+        "Bytes of remote stores that are kept; those opened longest ago go first.",
+        identity=False,
+        ge=1,
+    )
+
+
+def build(model: type[Options], values: dict[str, Any], where: str = "options") -> Any:
+    """Validate options; all problems are told in one UsageError, by name."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        lines = [f"  {_problem(model, e['loc'], e['type'], e['msg'])}" for e in error.errors()]
+        raise UsageError(f"{where}:\n" + "\n".join(lines)) from error
+
+
+def _problem(model: type[Options], place: tuple[int | str, ...], kind: str, text: str) -> str:
+    name = ".".join(map(str, place)) or model.__name__
+    if kind != "extra_forbidden":
+        return f"{name}: {text.removeprefix('Value error, ')}"
+    known = _options_at(model, place[:-1])
+    close = difflib.get_close_matches(str(place[-1]), known, n=1)
+    return f"{name}: no such option" + (f"; did you mean {close[0]}?" if close else "")
+
+
+def _options_at(model: type[Options], place: tuple[int | str, ...]) -> list[str]:
+    """Names of the options of the group at `place`, a path of group names."""
+    for name in place:
+        kind = model.model_fields[str(name)].annotation
+        # A group that may be left out is a union of its model and None.
+        model = next(t for t in (kind, *get_args(kind)) if isinstance(t, type))
+    return list(model.model_fields)
