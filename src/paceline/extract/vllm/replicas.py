@@ -111,8 +111,9 @@ class ReplicaPool:
             failures = self._round(order, queue, destination, on_tokens)
             if failures:
                 wire.raise_error(failures[0])
-            # What a dead replica gave back after the others had ended is shared out once more.
-            if not queue.returned:
+            # What a dead replica gave back after the others had ended is shared out once more; with
+            # none left alive, the next round says so.
+            if queue.empty:
                 return
 
     def greedy(self, prompts: Sequence[np.ndarray], num_tokens: int) -> list[list[int]]:
@@ -232,11 +233,19 @@ class _Queue:
 
     def __init__(self, samples: Iterable[TokenSample]) -> None:
         self._source = iter(samples)
-        self.returned: deque[TokenSample] = deque()
+        self._exhausted = False
+        self._returned: deque[TokenSample] = deque()
+
+    @property
+    def empty(self) -> bool:
+        return self._exhausted and not self._returned
 
     def take(self, count: int) -> list[TokenSample]:
-        taken = [self.returned.popleft() for _ in range(min(count, len(self.returned)))]
-        return taken + list(islice(self._source, count - len(taken)))
+        taken = [self._returned.popleft() for _ in range(min(count, len(self._returned)))]
+        wanted = count - len(taken)
+        fresh = list(islice(self._source, wanted))
+        self._exhausted |= len(fresh) < wanted
+        return taken + fresh
 
     def give_back(self, samples: Iterable[TokenSample]) -> None:
-        self.returned.extend(samples)
+        self._returned.extend(samples)
