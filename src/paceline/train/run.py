@@ -29,6 +29,7 @@ from paceline.train.optimiser import OPTIMISERS
 from paceline.train.session import Session
 from paceline.train.source import leave, open_store, plan_of
 from paceline.train.start import earlier_draft, new_draft
+from paceline.train.trackers import open_trackers
 from paceline.vocab import DraftVocabulary, load_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -109,8 +110,10 @@ def _train(
         device,
         sum(p.numel() for p in trainer.optimiser.masters.values()) / 1e6,
     )
-    session = Session(trainer, stage.path, next_step)
-    session.run()
+    config = options.model_dump(mode="json")
+    with open_trackers(options.trackers, stage.path, config, next_step) as tell:
+        session = Session(trainer, stage.path, next_step, tell)
+        session.run()
     final = trainer.heldout()
     draft = _float32_draft(trainer)
     save_draft(stage.path, draft)

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,14 @@ logger = logging.getLogger(__name__)
 class Session:
     """One run of a trainer from step `start` on, in the folder of its stage.
 
-    next_step: the optimiser step that has not been done yet.
+    tell: is given every record of the log too. next_step: the optimiser step that has not been done
+    yet.
     """
 
     trainer: Trainer
     folder: Path
     start: int
+    tell: Callable[[dict[str, Any]], None]
     next_step: int = field(init=False)
     _saved: int = field(init=False)
     _began: float = field(init=False)
@@ -61,12 +64,15 @@ class Session:
         is_last = self.next_step == self.trainer.total_steps
         if self.next_step % options.log_every == 0 or is_last:
             line = _plain_record(record, options.step_decay, time.perf_counter() - self._began)
-            append_record(self.folder / LOG_FILE, line)
+            self._write(line)
             note = f"loss {line['loss']:.3f}"
         if options.eval_every and self._is_time(options.eval_every):
-            seen = {"step": self.next_step, "heldout": self.trainer.heldout()}
-            append_record(self.folder / LOG_FILE, seen)
+            self._write({"step": self.next_step, "heldout": self.trainer.heldout()})
         return note
+
+    def _write(self, record: dict[str, Any]) -> None:
+        append_record(self.folder / LOG_FILE, record)
+        self.tell(record)
 
     def _is_time(self, every: int) -> bool:
         """The end of the run has its own figures and needs no checkpoint."""
