@@ -5,9 +5,10 @@ Each is an extra, imported only when asked for. Figures are named by their place
 """
 
 import os
+import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +95,14 @@ def _wandb(folder: Path, config: dict[str, Any], start: int) -> Iterator[Tell]:
 def _trackio(folder: Path, config: dict[str, Any], start: int) -> Iterator[Tell]:
     import trackio
 
-    run = trackio.init(project=PROJECT, name=_run_id(folder), config=config, resume="allow")
+    # It prints, and stdout is the result's (`--json`).
+    with redirect_stdout(sys.stderr):
+        run = trackio.init(project=PROJECT, name=_run_id(folder), config=config, resume="allow")
     try:
         yield lambda shown, step: run.log(shown, step=step)
     finally:
-        run.finish()
+        with redirect_stdout(sys.stderr):
+            run.finish()
 
 
 def _run_id(folder: Path) -> str:
