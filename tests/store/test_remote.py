@@ -234,7 +234,10 @@ def test_an_upload_that_is_killed_goes_on_and_sends_nothing_twice(
         assert child.wait() == -signal.SIGKILL
         sent = {name.split("store/")[1] for name in proxy.puts()}
         assert not sent & stored
-        stored = set(Place(url).files()) - {CLAIM_NAME}
+        # The server may have kept an object whose body was cut by the kill; that one goes again.
+        far = {name: found.num_bytes for name, found in Place(url).files().items()}
+        del far[CLAIM_NAME]
+        stored = {name for name in far if far[name] == (local / name).stat().st_size}
         assert stored
         with pytest.raises(UsageError, match=r"has no manifest\.json.* uploaded last"):
             Store(url, cache=cache)
