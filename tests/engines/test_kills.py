@@ -136,7 +136,7 @@ def test_killed_driver_worker_and_sigterm(
     driver = start(data, out)
     stdout, _ = driver.communicate(timeout=TIMEOUT_S)
     assert driver.returncode == 0, (out.parent / "log").read_text()[-3000:]
-    assert json.loads(stdout)["done"] == NUM_SAMPLES
+    assert json.loads(stdout)["accounting"]["done"] == NUM_SAMPLES
     unchanged()
     assert published_ids(out) == {f"row-{i}" for i in range(NUM_SAMPLES)}
     store = Store(out)

@@ -20,6 +20,7 @@ from paceline.extract.sink import Destination
 from paceline.extract.vllm import wire
 from paceline.extract.vllm.capture import Capture, CaptureSetup, slot_count
 from paceline.extract.vllm.extension import driver_message
+from paceline.extract.vllm.liveness import call_watched, children
 from paceline.extract.vllm.settings import VllmSettings, check_effective
 from paceline.extract.vllm.wire import Message
 from paceline.vllm_process import set_environment, stdout_to_stderr
@@ -47,6 +48,7 @@ class VllmEngine:
         self._number = 0
         self._compared = False
         self._requests: set[str] = set()
+        others = children()
         # vLLM's constructors raise whatever their parts raise.
         try:
             with stdout_to_stderr():
@@ -56,6 +58,7 @@ class VllmEngine:
                 f"vLLM {vllm.__version__} could not load {settings.arguments['model']}: {error}"
             ) from error
         self._engine = self._llm.llm_engine
+        self._processes = sorted(children() - others, key=lambda process: process.pid)
         self.all_settings = self.call("paceline_settings")
         for answer in self.all_settings:
             if "error" in answer:
@@ -169,7 +172,7 @@ class VllmEngine:
 
     def call(self, method: str, *args: Any) -> list[Message]:
         """A method of the worker extension on every worker; one answer each, in rank order."""
-        return self._engine.collective_rpc(method, args=args)
+        return call_watched(lambda: self._engine.collective_rpc(method, args=args), self._processes)
 
     def _add(self, request: str, prompt: list[int], params: Any) -> None:
         self._engine.add_request(request, {"prompt_token_ids": prompt}, params)
