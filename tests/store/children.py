@@ -6,6 +6,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 _CALLS = ("open", "pwrite", "fsync", "rename", "replace", "unlink", "close", "makedirs")
 
 
@@ -20,6 +22,9 @@ def in_child(work: Callable[[int], None]) -> tuple[int, int]:
     code = 1
     try:
         os.close(reading)
+        # torch renews its thread pool when it is first used after a fork; were that in several
+        # threads at once, one would find none.
+        torch.set_num_threads(1)
         work(writing)
         code = 0
     except BaseException:
