@@ -16,6 +16,7 @@ from paceline.errors import StoreError
 from paceline.store import ShardWriter, Store
 from paceline.store.codecs import codec_of
 from paceline.store.files import shard_path
+from tests.float8 import FINITE, e4m3
 
 from .making import make_sample, make_spec, same_bytes, write_store
 
@@ -23,15 +24,8 @@ MASSIVE = 24_960.0
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def e4m3(byte: int) -> float:
-    """A float8 e4m3fn by its definition: sign, four exponent bits (bias 7), three of mantissa."""
-    exponent, mantissa = byte >> 3 & 15, byte & 7
-    size = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
-    return -size if byte & 128 else size
-
-
-# Codes 127 and 255 are NaN; the others in order of size, so that neighbours can be looked up.
-E4M3 = sorted((e4m3(byte), byte) for byte in range(256) if byte & 127 != 127)
+# In order of size, so that neighbours can be looked up.
+E4M3 = sorted((e4m3(byte), byte) for byte in FINITE)
 
 
 def bfloat16_at_least(value: float) -> float:

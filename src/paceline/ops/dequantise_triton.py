@@ -38,7 +38,8 @@ def dequantise_triton(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tens
     is_fp8 = codes.dtype == torch.float8_e4m3fn
     num_codes = codes.numel()
     if num_codes:
-        with torch.cuda.device(codes.device):
+        # A reading thread's current device is the first GPU, whichever holds the codes.
+        with torch.cuda.device_of(codes):
             _dequantise[(triton.cdiv(num_codes, _BLOCK),)](
                 codes.view(torch.uint8) if is_fp8 else codes,
                 scales,
