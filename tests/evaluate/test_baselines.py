@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.acceptance.spans import answer_spans
 from paceline.evaluate.baselines import BigramTable, prompt_lookup_answer
-from paceline.evaluate.spans import answer_spans
 
 tokens = st.lists(st.integers(0, 4), min_size=4, max_size=25)
 LONGEST = 4

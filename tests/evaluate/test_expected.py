@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import paceline
+from paceline.acceptance.counts import Answer, walk
 from paceline.draft.batch import pack
 from paceline.draft.unroll import Unroll
-from paceline.evaluate.acceptance import Answer, walk
 from paceline.evaluate.expected import Chances, chances_of_rows, expected_counts
 from paceline.evaluate.sampling import Sampled
 from paceline.target.model import TeacherHead

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.acceptance.counts import Answer
 from paceline.contracts import SampleRecord
-from paceline.evaluate.acceptance import Answer
 from paceline.evaluate.failures import Failures
 from paceline.store import StoredSample
 from paceline.target.spec import Target, TargetReference

@@ -2,8 +2,8 @@
 
 import pytest
 
+from paceline.acceptance.counts import pool
 from paceline.errors import EvaluationError
-from paceline.evaluate.acceptance import pool
 from paceline.evaluate.metrics import DraftCounters, of_page
 
 PAGE = """\

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from paceline.evaluate.acceptance import Answer
-from paceline.evaluate.spans import Span
+from paceline.acceptance.counts import Answer
+from paceline.acceptance.spans import Span
 
 _LOOKUP_LENGTHS = (3, 2, 1)
 

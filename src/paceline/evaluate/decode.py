@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from paceline.acceptance.counts import Counts
 from paceline.contracts import LayerPlan
 from paceline.draft.model import Draft
 from paceline.draft.unroll import KeysValues, Unroll, prepared_layers
-from paceline.evaluate.acceptance import Counts
 from paceline.evaluate.sampling import Drafted, Greedy, Rule
 from paceline.target.tap import LayerTap
 

@@ -3,9 +3,9 @@
 import time
 from typing import Any
 
+from paceline.acceptance.counts import served_quotients
 from paceline.contracts import LayerPlan
 from paceline.draft.model import Draft
-from paceline.evaluate.acceptance import served_quotients
 from paceline.evaluate.decode import Decoded, SpeculativeDecoder
 from paceline.evaluate.outputs import Difference, Key, answer_rows, compare, summary
 from paceline.evaluate.prompts import Chat, Questions, open_questions

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from paceline.acceptance.chain import spans_of
+from paceline.acceptance.counts import Counts
 from paceline.draft.batch import PackedBatch, pack
 from paceline.draft.model import Draft
 from paceline.draft.unroll import Unroll
-from paceline.evaluate.acceptance import Counts
-from paceline.evaluate.chain import spans_of
 from paceline.store import Store, StoredSample
 from paceline.target.model import TeacherHead
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from paceline.acceptance.chain import spans_of
+from paceline.acceptance.counts import Answer
 from paceline.errors import TargetError
-from paceline.evaluate.acceptance import Answer
-from paceline.evaluate.chain import spans_of
 from paceline.store import StoredSample
 from paceline.target.spec import Target
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paceline.acceptance.counts import Counts
 from paceline.errors import EvaluationError
-from paceline.evaluate.acceptance import Counts
 
 _PREFIX = "vllm:spec_decode_num_"
 _PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"

@@ -16,10 +16,10 @@ from typing import Any
 from jinja2 import TemplateError
 
 from paceline import fingerprint
+from paceline.acceptance.spans import answer_spans
 from paceline.artefact import describe_input, load_finished
 from paceline.dataset import TokenDataset, source_of
 from paceline.errors import DataError, EvaluationError, TargetError, UsageError
-from paceline.evaluate.spans import answer_spans
 from paceline.recipe import EvaluateOptions
 from paceline.target.spec import Target
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import fingerprint
+from paceline.acceptance.counts import definition
 from paceline.artefact import (
     describe_input,
     load_finished,
@@ -15,7 +16,6 @@ from paceline.artefact import (
 )
 from paceline.device import choose_device, choose_dtype, dtype_name
 from paceline.errors import UsageError
-from paceline.evaluate.acceptance import definition
 from paceline.evaluate.decoding import measure_decode
 from paceline.evaluate.prompts import describe_questions
 from paceline.evaluate.served import measure_served

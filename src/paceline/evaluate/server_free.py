@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterator
 
+from paceline.acceptance.chain import draft_answers, spans_of
+from paceline.acceptance.counts import Answer, Counts, walk
 from paceline.contracts import TRAIN_SPLIT
 from paceline.draft.model import Draft
 from paceline.errors import EvaluationError, FingerprintMismatch
-from paceline.evaluate.acceptance import Answer, Counts, walk
 from paceline.evaluate.baselines import BigramTable, prompt_lookup_answer
-from paceline.evaluate.chain import draft_answers, spans_of
 from paceline.evaluate.expected import draft_chances, expected_counts
 from paceline.evaluate.failures import Failures
 from paceline.evaluate.walks import Measured, Walks

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.evaluate.acceptance import Counts, table
+from paceline.acceptance.counts import Counts, table
 from paceline.recipe import EvaluateOptions
 
 

@@ -1,17 +1,21 @@
 """Server-free acceptance: a chain of draft tokens from every verify point, compared with what the
 target did write. The draft reads its own tokens and states, as in a server."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
 
+from paceline.acceptance.counts import Answer
+from paceline.acceptance.spans import Span, answer_spans
 from paceline.draft.batch import PackedBatch, pack
 from paceline.draft.model import Draft
 from paceline.draft.unroll import Unroll
-from paceline.evaluate.acceptance import Answer
-from paceline.evaluate.spans import Span, answer_spans
 from paceline.store import Store, StoredSample
+
+# Rows whose logits are in memory at a time.
+_CHUNK_ROWS = 2048
 
 
 def spans_of(sample: StoredSample) -> list[Span]:
@@ -27,15 +31,34 @@ def draft_answers(
         samples = [store.read(i) for i in group]
         spans = [spans_of(sample) for sample in samples]
         batch = pack(samples).to(device, dtype)
-        known = _known_after_rows(samples, spans).to(device)
-        match = match_lengths(draft, batch, known, longest).cpu().numpy()
-        start = 0
-        for sample, of_sample in zip(samples, spans, strict=True):
-            # A point after token t is drafted from row t - 1.
-            rows = [slice(start + s.first - 1, start + s.end - 1) for s in of_sample]
-            answers = zip(rows, of_sample, strict=True)
-            yield sample, [Answer(match[r], span.known()) for r, span in answers]
-            start += len(sample.aux)
+        row_starts = [0, *accumulate(len(sample.aux) for sample in samples)]
+        answers = answers_of_batch(draft, batch, spans, row_starts, longest)
+        yield from zip(samples, answers, strict=True)
+
+
+def answers_of_batch(
+    draft: Draft,
+    batch: PackedBatch,
+    spans: Sequence[Sequence[Span]],
+    row_starts: Sequence[int],
+    longest: int,
+) -> list[list[Answer]]:
+    """The answers of each document of a batch as the draft walks them.
+
+    spans: of each document; row_starts: where each document's rows begin in the batch, and the end.
+    """
+    known_T = np.zeros(row_starts[-1], np.int64)
+    # A point after token t is drafted from row t - 1.
+    rows = [
+        [slice(start + s.first - 1, start + s.end - 1) for s in of_document]
+        for start, of_document in zip(row_starts, spans, strict=False)
+    ]
+    for of_document, slices in zip(spans, rows, strict=True):
+        for span, part in zip(of_document, slices, strict=True):
+            known_T[part] = span.known()
+    known = torch.from_numpy(known_T).to(batch.positions.device)
+    match = match_lengths(draft, batch, known, longest).cpu().numpy()
+    return [[Answer(match[part], known_T[part]) for part in slices] for slices in rows]
 
 
 @torch.inference_mode()
@@ -54,7 +77,7 @@ def match_lengths(
     unroll = Unroll(draft, batch.aux, batch.next_ids, batch.positions, batch.starts)
     state = unroll.first(rows)
     for step in range(longest):
-        proposed = draft.propose(state)
+        proposed = torch.cat([draft.propose(part) for part in state.split(_CHUNK_ROWS)])
         right = proposed == batch.read_ids(rows, step + 1)
         match[rows[right]] += 1
         keep = torch.nonzero(right & (known_T[rows] > step + 1)).squeeze(1)
@@ -63,13 +86,3 @@ def match_lengths(
         rows = rows[keep]
         state = unroll.next(proposed[keep], keep)
     return match
-
-
-def _known_after_rows(samples: list[StoredSample], spans: list[list[Span]]) -> torch.Tensor:
-    parts = []
-    for sample, of_sample in zip(samples, spans, strict=True):
-        known = np.zeros(len(sample.aux), np.int64)
-        for span in of_sample:
-            known[span.first - 1 : span.end - 1] = span.known()
-        parts.append(known)
-    return torch.from_numpy(np.concatenate(parts))

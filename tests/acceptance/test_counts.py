@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.evaluate.acceptance import (
+from paceline.acceptance.counts import (
     Answer,
     Counts,
     acceptance_length,
@@ -14,7 +14,7 @@ from paceline.evaluate.acceptance import (
     served_quotients,
     walk,
 )
-from paceline.evaluate.spans import answer_spans
+from paceline.acceptance.spans import answer_spans
 
 
 def counts_of(accepted_per_step, num_draft_tokens):
