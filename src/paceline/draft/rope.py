@@ -1,5 +1,8 @@
 """Rotary positions, by transformers' own scaling rules, for any positions at any step."""
 
+from collections.abc import Callable
+from typing import Self
+
 import torch
 from torch import nn
 from transformers import LlamaConfig
@@ -39,6 +42,14 @@ class Rotary(nn.Module):
         source = LlamaRotaryEmbedding(llama_config(config))
         self.scaling: float = source.attention_scaling
         self.register_buffer("inv_freq", source.inv_freq.float().clone(), persistent=False)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Moves between devices; frequencies stay float32, whatever dtype the weights get: rounded
+        to bfloat16 they would turn a key a thousand positions away by most of a radian."""
+        exact = self.inv_freq
+        super()._apply(fn, recurse)
+        self.inv_freq = exact.to(self.inv_freq.device)
+        return self
 
     def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """positions [R] -> cos, sin [R, K / 2]."""
