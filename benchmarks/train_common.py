@@ -184,29 +184,6 @@ class PacelineStep:
             self._plain.zero_grad(set_to_none=True)
 
 
-def needed_flops(shape: Shape, batch: PackedBatch, steps: int, train_head: bool) -> float:
-    """Floating-point operations that a step cannot do without, attention left out.
-
-    A product of R rows with an I x O weight costs 2 R I O forward, as much for the gradient to the
-    rows and as much for the gradient to the weight. T rows with states, R_j rows of step j, M
-    teacher rows: fusion of T rows (2 of 3: states need no gradient); the token's half of q for R_0
-    rows and of k and v for T rows (2 of 3: the embedding is frozen); the state's half of k and v
-    for T rows at step 0, and of q, k, v, and output and MLP, for R_j rows; the draft's head for R_j
-    rows (2 of 3, 3 where it is trained); the target's head for M rows, forward alone.
-    """
-    hidden, kv = shape.hidden, 2 * shape.kv_heads * shape.head_dim
-    queries = shape.heads * shape.head_dim
-    all_rows, teacher = len(batch.positions), len(batch.last)
-    rows = [int((batch.run_length > j).sum()) for j in range(steps)]
-    head = hidden * shape.draft_vocab
-    products = 2 * all_rows * shape.num_aux * hidden * hidden
-    products += 2 * hidden * (rows[0] * queries + all_rows * kv)
-    products += 3 * hidden * (all_rows - rows[0]) * kv
-    layer = hidden * (queries + kv) + queries * hidden + 3 * hidden * shape.intermediate
-    products += sum(rows) * (3 * layer + (3 if train_head else 2) * head)
-    return 2.0 * (products + teacher * head)
-
-
 def median_seconds(
     step: Callable[[], None], count: int, warm: int, wait: Callable[[], None]
 ) -> float:

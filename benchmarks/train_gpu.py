@@ -27,10 +27,11 @@ from train_common import (
     log_normal_lengths,
     make_data,
     median_seconds,
-    needed_flops,
     packed,
 )
 from train_peers import specforge_step, speculators_step
+
+from paceline.train.flops import needed_flops
 
 ROUND_STEPS = 8
 TOKENS = 8192
@@ -58,7 +59,9 @@ def paceline(
     data = [make_data(LLAMA_8B, lengths, share, DTYPE, DEVICE) for lengths in batches]
     step = PacelineStep(LLAMA_8B, DTYPE, DEVICE, steps, train_head, masters)
     ready = [packed(LLAMA_8B, one) for one in data]
-    flops = sum(needed_flops(LLAMA_8B, b, steps, train_head) for b in ready) / len(ready)
+    flops = sum(
+        needed_flops(LLAMA_8B.config(), batch, steps, trains_head=train_head) for batch in ready
+    ) / len(ready)
     name = f"paceline, {share:.0%} supervised, head {'trained' if train_head else 'frozen'}"
     name += ", float32 masters" if masters else ""
     return Trainer(name, lambda i: step(ready[i % len(ready)]), flops)
