@@ -34,7 +34,7 @@ class DraftOptions(Options):
     )
     norm_output: bool = opt(False, "Feed the normed state to the next step (EAGLE-3.1).")
     init: Literal["target", "random"] = opt(
-        "target", "Starting values: the target's last layer and head rows, or random."
+        "target", "Starting values: the target's last layers and head rows, or random."
     )
 
 
@@ -64,6 +64,11 @@ class TrainOptions(StageOptions, TargetOptions, CacheOptions):
     )
     start_form: Literal["vllm", "speculators", "sglang"] | None = opt(
         None, "Which server's form such a checkpoint is in; None: as its config says."
+    )
+    train_head: bool = opt(
+        True,
+        "Train the draft's head too; false: it stays the target's own rows, so that it costs no "
+        "gradient, no bytes in a compact file, and a large draft vocabulary is cheap.",
     )
     ttt_steps: int = opt(3, "Training-time-test steps.", ge=1)
     ttt_warmup: float = opt(

@@ -99,6 +99,7 @@ def _train(
     draft = earlier
     if draft is None:
         draft = _new_draft(options, store, start, vocabulary, target)
+    head = draft.lm_head.weight.detach().clone()
     trainer = _build(options, store, plan, total_steps, draft.to(device), vocabulary, target, dtype)
     next_step = load_checkpoint(stage.path, trainer.optimiser)
     logger.info(
@@ -116,6 +117,9 @@ def _train(
         session.run()
     final = trainer.heldout()
     draft = _float32_draft(trainer)
+    if not options.train_head:
+        # The arithmetic's copy is rounded; the frozen one is kept as it was.
+        draft.lm_head.weight.data.copy_(head)
     save_draft(stage.path, draft)
     result = {
         "target": asdict(target.reference),
@@ -162,6 +166,7 @@ def _new_draft(
         torch.tensor(start["aux_rms"], dtype=torch.float32),
         options.seed,
         from_target=options.draft.init == "target",
+        head_from_target=not options.train_head,
     )
 
 
@@ -176,6 +181,7 @@ def _build(
     dtype: torch.dtype,
 ) -> Trainer:
     device = draft.fc.weight.device
+    draft.lm_head.requires_grad_(options.train_head)
     for module in draft.children():
         module.to(dtype)
     return Trainer(

@@ -1,6 +1,6 @@
-"""Starting values of a draft: from the target's own last layer and head, or random.
+"""Starting values of a draft: from the target's own last layers and head, or random.
 
-A draft that starts as "the target's last layer on the deepest auxiliary state" knows the target's
+A draft that starts as "the target's last layers on the deepest auxiliary state" knows the target's
 directions from the first step on; with little time this matters more than the learning rate.
 """
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.draft.config import DraftConfig
 from paceline.draft.model import LLAMA_LAYER_NAMES, Draft, DraftLayer
-from paceline.errors import FingerprintMismatch
+from paceline.errors import FingerprintMismatch, TrainingError
 from paceline.forms.source import DraftSource
 from paceline.store import Store
 from paceline.target.model import TeacherHead, load_embedding
@@ -43,11 +43,19 @@ def new_draft(
     aux_rms: torch.Tensor,
     seed: int,
     from_target: bool,
+    head_from_target: bool,
 ) -> Draft:
     """A draft in float32 with its vocabulary and the target's embedding.
 
     aux_rms: float32 [A], the typical RMS of each auxiliary state. from_target: see module.
+    head_from_target: the head is to be the target's, whatever the rest starts from. Raises
+    TrainingError where the draft's width is not the target's then.
     """
+    if head_from_target and not config.shares_embedding:
+        raise TrainingError(
+            f"train_head false keeps the target's head of width {config.target_hidden_size}, the "
+            f"draft's hidden_size is {config.hidden_size}: leave one of them out"
+        )
     draft = Draft(config)
     generator = torch.Generator().manual_seed(seed)
     for name, weight in draft.named_parameters():
@@ -62,22 +70,26 @@ def new_draft(
         nn.init.normal_(draft.embed_tokens.weight, std=_RANDOM_STD, generator=generator)
     if config.aux_norm == "static":
         draft.aux_norm.scale.copy_(1.0 / aux_rms)
+    if from_target and not config.shares_embedding:
+        logger.warning("train: the draft's width is not the target's; it starts from random values")
+        return draft
+    if from_target or head_from_target:
+        _copy_head(draft, vocabulary, target)
     if from_target:
-        _start_from_target(draft, vocabulary, target, aux_rms)
+        _start_from_layers(draft, target, aux_rms)
     return draft
 
 
 @torch.no_grad()
-def _start_from_target(
-    draft: Draft, vocabulary: DraftVocabulary, target: Target, aux_rms: torch.Tensor
-) -> None:
-    config = draft.config
-    if not config.shares_embedding:
-        logger.warning("train: the draft's width is not the target's; it starts from random values")
-        return
+def _copy_head(draft: Draft, vocabulary: DraftVocabulary, target: Target) -> None:
     head = TeacherHead(target, torch.float32, rows=torch.from_numpy(vocabulary.selected))
     draft.lm_head.weight.copy_(head.weight)
     draft.norm.weight.copy_(_gain(head.norm))
+
+
+@torch.no_grad()
+def _start_from_layers(draft: Draft, target: Target, aux_rms: torch.Tensor) -> None:
+    config = draft.config
     # fc passes the deepest auxiliary state through, at unit scale.
     width = config.hidden_size
     draft.fc.weight.zero_()
@@ -85,16 +97,18 @@ def _start_from_target(
     scale = float(aux_rms[-1])
     if config.aux_norm == "none":
         draft.fc.weight /= scale
-    _copy_last_layer(draft.layers[0], target, scale)
+    first = max(target.num_layers - config.num_layers, 0)
+    for number, layer in zip(range(first, target.num_layers), draft.layers, strict=False):
+        _copy_layer(layer, target, number, scale)
 
 
-def _copy_last_layer(layer: DraftLayer, target: Target, scale: float) -> None:
-    """The target's last layer on the state half of the inputs, zeros on the embedding half.
+def _copy_layer(layer: DraftLayer, target: Target, number: int, scale: float) -> None:
+    """A layer of the target on the state half of the inputs, zeros on the embedding half.
 
     What the layer adds to the residual stream is divided by the stream's scale, since the draft's
     stream starts at unit scale.
     """
-    theirs = target.layer_tensors(target.num_layers - 1)
+    theirs = target.layer_tensors(number)
     ours = dict(layer.named_parameters())
     wanted = [name for name in LLAMA_LAYER_NAMES if name in ours]
     width = layer.input_layernorm.weight.numel()
@@ -110,13 +124,14 @@ def _copy_last_layer(layer: DraftLayer, target: Target, scale: float) -> None:
             value = value / scale
         ours[name].zero_()
         _state_half(name, ours[name], width).copy_(value)
-    layer.hidden_norm.weight.copy_(theirs["input_layernorm.weight"].float())
+    reads_state = layer.input_layernorm if layer.hidden_norm is None else layer.hidden_norm
+    reads_state.weight.copy_(theirs["input_layernorm.weight"].float())
 
 
 def _state_half(name: str, weight: torch.Tensor, width: int) -> torch.Tensor:
     """The columns that read the state: q, k and v of the first layer read [embedding, state]."""
-    reads_both = name.split(".")[1] in ("q_proj", "k_proj", "v_proj")
-    return weight[:, width:] if reads_both else weight
+    reads_heads = name.split(".")[1] in ("q_proj", "k_proj", "v_proj")
+    return weight[:, -width:] if reads_heads else weight
 
 
 def _gain(norm: nn.Module) -> torch.Tensor:
