@@ -4,6 +4,7 @@ VLLM_VERSIONS := 0.16.0 0.32.0
 # Every version that has a list of requirements; a further one needs its torch here too.
 VLLM_ALL_VERSIONS := $(patsubst tests/engines/requirements-%.txt,%,$(wildcard tests/engines/requirements-*.txt))
 TORCH_OF_0.16.0 := 2.10.0
+TORCH_OF_0.22.1 := 2.11.0
 TORCH_OF_0.32.0 := 2.13.0
 
 .PHONY: test-engines test-engines-all

@@ -1,10 +1,12 @@
 """Whether the tap is right on a GPU: every stored row against a plain transformers forward.
 
     python benchmarks/extract_gpu_check.py [--target pkg:...] [--dtypes bfloat16 float32]
+        [--tensor-parallel 2]
 
 SmolLM2-135M, 100 mixed prompts (10 to 600 tokens, duplicates, shared prefixes), steps of 512
 tokens so that prompts are split; vLLM's V1 and V2 runner, each in a process of its own. The two
-controls must be caught: labels swapped, and rows shifted by one. One JSON object on stdout.
+controls must be caught: labels swapped, and rows shifted by one. SmolLM2's nine heads cannot be
+split; `--target random` is a random Llama of 30 layers whose heads can. One JSON object on stdout.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from gpu_common import engine_settings
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.artefact import open_stage
 from paceline.contracts import TokenSample
@@ -43,28 +46,47 @@ def main() -> None:
     parser.add_argument("--target", default=SMOLLM2)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--runners", nargs="+", default=["V1", "V2"])
+    parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.target == "random":
+        options.target = random_llama(Path(tempfile.mkdtemp()))
     if options.one:
-        print(json.dumps(check(options.target, options.one)))
+        print(json.dumps(check(options.target, options.one, options.tensor_parallel)))
         return
     results: dict[str, Any] = {}
     for runner in options.runners:
         for dtype in options.dtypes:
-            results[f"{runner} {dtype}"] = in_process(options.target, runner, dtype)
+            results[f"{runner} {dtype}"] = in_process(options, runner, dtype)
     print(json.dumps(results))
     if not all(result.get("ok") for result in results.values()):
         raise SystemExit(1)
 
 
-def in_process(target: str, runner: str, dtype: str) -> dict[str, Any]:
+def random_llama(folder: Path) -> str:
+    config = LlamaConfig(
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=30,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=8192,
+        max_position_embeddings=1024,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def in_process(options: argparse.Namespace, runner: str, dtype: str) -> dict[str, Any]:
     environment = {
         **os.environ,
         "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "V2" else "0",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
-    command = [sys.executable, __file__, "--target", target, "--one", dtype]
+    command = [sys.executable, __file__, "--target", options.target, "--one", dtype]
+    command += ["--tensor-parallel", str(options.tensor_parallel)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
     lines = done.stdout.strip().splitlines()
     result = json.loads(lines[-1]) if done.returncode == 0 else {"exit": done.returncode}
@@ -72,7 +94,7 @@ def in_process(target: str, runner: str, dtype: str) -> dict[str, Any]:
     return result
 
 
-def check(name: str, dtype: str) -> dict[str, Any]:
+def check(name: str, dtype: str, tensor_parallel: int) -> dict[str, Any]:
     target = Target(TargetReference(name))
     samples = mixed_samples(target.vocab_size)
     plan = plan_layers(LAYERS, target.num_layers)
@@ -84,6 +106,7 @@ def check(name: str, dtype: str) -> dict[str, Any]:
         max_model_len=1024,
         max_num_batched_tokens=512,
         gpu_memory_utilization=0.5,
+        tensor_parallel_size=tensor_parallel,
     )
     engine = VllmEngine(settings, target.num_layers, dtype)
     guards = Guards(plan, target.hidden_size)
