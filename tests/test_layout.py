@@ -13,7 +13,8 @@ import paceline
 ROOT = Path(paceline.__file__).parent
 STAGES = {"prepare", "extract", "align", "train", "evaluate", "export", "report"}
 # What stands above the stages and may use all of them.
-ABOVE = {"run", "inspect", "exchange", "codec_report", "plan", "doctor", "watch", "cli", "__init__"}
+ABOVE = {"run", "inspect", "exchange", "codec_report", "plan", "doctor", "watch", "cli"}
+ABOVE |= {"__init__", "__main__"}
 FOUNDATION = {"errors", "contracts", "fingerprint", "recipe", "artefact", "progress", "verbs"}
 
 
@@ -124,7 +125,7 @@ def test_nothing_imports_the_command_line():
     wrong = [
         m for m, targets in GRAPH.items() if _unit(m) != "cli" and "cli" in map(_unit, targets)
     ]
-    assert wrong == []
+    assert wrong == ["__main__"]
 
 
 def test_the_foundation_stands_on_itself():

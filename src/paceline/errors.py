@@ -72,6 +72,10 @@ class TrainingError(PacelineError):
     """Training cannot go on: no supervised rows, a loss that is not finite, a broken checkpoint."""
 
 
+class RankError(TrainingError):
+    """Another rank of the training failed; its error is in the text."""
+
+
 class EvaluationError(PacelineError):
     """An acceptance length cannot be measured on what was given."""
 

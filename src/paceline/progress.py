@@ -71,10 +71,14 @@ class _RateColumn(ProgressColumn):
 
 
 @contextmanager
-def progress_bar(description: str, total: int | None, unit: str) -> Iterator[Bar]:
+def progress_bar(
+    description: str, total: int | None, unit: str, is_shown: bool = True
+) -> Iterator[Bar]:
     """A bar for `total` units of work (None: unknown); plain log lines where no terminal is, and in
-    threads beside the main one: a terminal shows one bar at a time."""
-    if not sys.stderr.isatty() or threading.current_thread() is not threading.main_thread():
+    threads beside the main one: a terminal shows one bar at a time. is_shown: False in processes
+    whose work another one tells of."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not (is_shown and is_main and sys.stderr.isatty()):
         yield Bar(description, total, unit)
         return
     columns = (

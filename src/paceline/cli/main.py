@@ -35,7 +35,7 @@ from paceline.cli import (
     watch,
 )
 from paceline.cli.command import Command, Request, add_command
-from paceline.cli.output import Output, quiet_libraries, set_up_logging
+from paceline.cli.output import Output, is_first_rank, quiet_libraries, set_up_logging
 from paceline.errors import DiskFullError, PacelineError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -89,9 +89,10 @@ def _main(arguments: list[str]) -> int:
     with Output(request.as_json) as output, _terminated_by_exception():
         result, code = _execute(request)
         try:
-            if "error" not in result and not request.as_json:
+            if "error" not in result and not request.as_json and is_first_rank():
                 request.command.show(result, output.console)
-            output.finish(result)
+            if is_first_rank():
+                output.finish(result)
         except BrokenPipeError:
             # The reader, such as `head`, has seen enough; Python must not complain when it ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

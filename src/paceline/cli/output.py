@@ -20,6 +20,11 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARKLINE_WIDTH = 60
 
 
+def is_first_rank() -> bool:
+    """Of processes that torchrun started, one speaks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 class _Console(Console):
     def on_broken_pipe(self) -> None:
         """Rich would end the process; the program decides the exit code itself."""

@@ -54,8 +54,11 @@ class StepSums:
     overlap: torch.Tensor
 
     def add(self, other: "StepSums") -> "StepSums":
-        names = [f.name for f in fields(self)]
-        return StepSums(*(getattr(self, name) + getattr(other, name) for name in names))
+        return StepSums(*(self.stacked() + other.stacked()))
+
+    def stacked(self) -> torch.Tensor:
+        """[5, S], in the order of the fields."""
+        return torch.stack([getattr(self, f.name) for f in fields(self)])
 
 
 def unroll_states(
@@ -86,8 +89,11 @@ def distillation_loss(
 
     num_rows: rows supervised at step 0 in the whole optimiser step, over all ranks and accumulation
     steps. chunk: teacher positions whose logits are in memory at a time.
-    Returns the loss (a scalar of float32 at least, differentiable once) and the sums per step.
+    Returns the loss (a scalar of float32 at least, differentiable once) and the sums per step. Of a
+    batch without such rows, as a rank may get it, loss and gradients are zero.
     """
+    if not batch.num_supervised_rows:
+        return _nothing_taught(draft, num_steps)
     states, steps = unroll_states(draft, batch, num_steps)
     plan = _Plan(
         teacher=teacher,
@@ -101,6 +107,15 @@ def distillation_loss(
     sizes = [len(step.teacher) for step in steps] + [0] * (num_steps - len(steps))
     counts = torch.tensor(sizes, dtype=torch.float32).to(sums.device, non_blocking=True)
     return loss, StepSums(counts, *sums)
+
+
+def _nothing_taught(draft: Draft, num_steps: int) -> tuple[torch.Tensor, StepSums]:
+    """A loss that every trained weight is part of, with none of its values: ranks that meet at the
+    gradients need all of them."""
+    trained = [weight.flatten()[:0].sum() for weight in draft.parameters() if weight.requires_grad]
+    loss = torch.stack(trained).sum(dtype=torch.promote_types(trained[0].dtype, torch.float32))
+    zeros = torch.zeros(len(fields(StepSums)), num_steps, dtype=loss.dtype, device=loss.device)
+    return loss, StepSums(*zeros)
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,12 @@ class TrainOptions(StageOptions, TargetOptions, CacheOptions):
     seed: int = opt(0, "Seed of weights and data order.")
     dtype: Dtype = opt("auto", "Dtype of the arithmetic; weights are kept in float32.")
     device: str = opt("auto", "Device.", identity=False)
+    parallel: Literal["ddp", "fsdp2"] = opt(
+        "ddp",
+        "How the ranks that torchrun started share the weights. ddp: each has all of them; fsdp2: "
+        "the float32 weights, optimiser states and gradients are split between them.",
+        identity=False,
+    )
     logit_chunk: int = opt(
         2048, "Teacher positions whose logits are in memory at a time.", identity=False, ge=1
     )

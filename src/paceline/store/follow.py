@@ -142,6 +142,8 @@ class Follower(ShardReader):
         windows = [window for window in self._windows if window is not None]
         for number in (window.shard for window in windows[:num_windows]):
             self.close_shard(number)
+            if self._rank:
+                continue
             if number not in self._kept and shard_path(self.folder, number).exists():
                 mark_consumed(self.folder, number)
 

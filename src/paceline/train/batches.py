@@ -2,7 +2,7 @@
 store's windows came, so that resuming in mid-epoch replays nothing."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, islice
 from operator import itemgetter
 
@@ -11,15 +11,17 @@ import numpy as np
 from paceline.contracts import TRAIN_SPLIT
 from paceline.store import Follower, Store
 from paceline.store.packing import cut, shuffled
+from paceline.train.balance import RankShare
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one optimiser step reads.
+    """What one optimiser step reads on one rank.
 
-    groups: the sample indices of each micro-batch. num_rows: rows supervised at TTT step 0 in all
-    of them. num_windows: that many first windows of the store no later step reads. Without groups
-    it is a pause before step `number`: the store's writer waits for room.
+    groups: the sample indices of each micro-batch; one empty group where all samples of the step
+    went to other ranks. num_rows: rows supervised at TTT step 0 in the whole step, over all ranks.
+    num_windows: that many first windows of the store no later step reads. Without groups it is a
+    pause before step `number`: the store's writer waits for room.
     """
 
     number: int
@@ -32,9 +34,9 @@ class Step:
 class StepPlan:
     """Cuts the samples of a store into optimiser steps.
 
-    A step takes samples until it holds `batch_rows` supervised rows; its micro-batches hold at most
-    `micro_batch_tokens` rows with states. num_epochs: passes over the samples; they follow each
-    other without a border, and the last step takes what is left.
+    A step takes samples until it holds `batch_rows` supervised rows; `share` of them is this
+    rank's, in micro-batches of at most `micro_batch_tokens` rows with states. num_epochs: passes
+    over the samples; they follow each other without a border, and the last step takes what is left.
     """
 
     store: Store | Follower
@@ -42,6 +44,7 @@ class StepPlan:
     micro_batch_tokens: int
     num_epochs: int
     seed: int
+    share: RankShare = field(default_factory=RankShare)
 
     def steps(self, start: int, stop: int) -> Iterator[Step]:
         """Optimiser steps start, start + 1, ... below `stop`, as far as there are samples; pauses
@@ -69,9 +72,11 @@ class StepPlan:
             yield self._step(number, samples, window)
 
     def groups(self, samples: list[int]) -> list[list[int]]:
-        """Samples, in order, in groups that fit into a micro-batch (a longer one goes alone)."""
-        sizes = self.store.records.num_aux_rows
-        return list(cut(np.array(samples, np.int64), sizes, self.micro_batch_tokens))
+        """This rank's share of samples, in order, in groups that fit into a micro-batch (a longer
+        one goes alone)."""
+        records = self.store.records
+        own = self.share.of(np.array(samples, np.int64), records)
+        return list(cut(own, records.num_aux_rows, self.micro_batch_tokens))
 
     def num_samples(self) -> int:
         """Samples to learn from, as far as they are known."""
@@ -86,7 +91,7 @@ class StepPlan:
 
     def _step(self, number: int, samples: list[int], window: int) -> Step:
         num_rows = sum(map(self.store.num_taught_rows, samples))
-        return Step(number, self.groups(samples), num_rows, window)
+        return Step(number, self.groups(samples) or [[]], num_rows, window)
 
     def _order(self) -> Iterator[tuple[int, int | None]]:
         """Samples in the order of training, each with the number of its window; None: a pause."""

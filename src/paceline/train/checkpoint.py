@@ -1,7 +1,8 @@
 """Checkpoints of a run: all that a resumed run needs, in safetensors and JSON, whole or not at all.
 
-`checkpoints/NNNNNNNN/` holds `state.safetensors` (float32 masters, AdamW moments, frozen buffers)
-and `state.json` (the step). Data order, learning rate and TTT steps are functions of the step.
+`checkpoints/NNNNNNNN/` holds `state.safetensors` (float32 masters and the optimiser's moments) and
+`state.json` (the step). Data order, learning rate and TTT steps are functions of the step. What
+ranks split is gathered, since a draft is small: any number of ranks goes on from it.
 """
 
 import json
@@ -16,22 +17,32 @@ from safetensors.torch import load_file, save_file
 from paceline.artefact import fsync_folder, write_json
 from paceline.errors import DiskFullError, TrainingError
 from paceline.train.optimiser import MasterAdamW
+from paceline.train.parallel import whole
+from paceline.train.ranks import Ranks
 
 FOLDER = "checkpoints"
 _STATE, _STEP = "state.safetensors", "state.json"
 _KEPT = 2
 
 
-def save_checkpoint(run_folder: Path, next_step: int, optimiser: MasterAdamW) -> None:
+def save_checkpoint(run_folder: Path, next_step: int, optimiser: MasterAdamW, ranks: Ranks) -> None:
     """Write the state from which optimiser step `next_step` goes on; older ones but one go.
 
-    Raises DiskFullError; the checkpoints before are kept.
+    All ranks enter, the first one writes. Raises DiskFullError; the checkpoints before are kept.
     """
+    tensors = {}
+    for name, tensor in optimiser.state_tensors().items():
+        gathered = whole(tensor)
+        if ranks.is_first:
+            tensors[name] = gathered.cpu().contiguous()
+    ranks.from_first(lambda: _write(run_folder, next_step, tensors))
+
+
+def _write(run_folder: Path, next_step: int, tensors: dict[str, torch.Tensor]) -> None:
     folder = run_folder / FOLDER / f"{next_step:08d}"
     aside = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    tensors = {n: t.cpu().contiguous() for n, t in optimiser.state_tensors().items()}
     tensors["torch_rng_state"] = torch.get_rng_state()
     try:
         save_file(tensors, aside / _STATE)
@@ -52,12 +63,13 @@ def save_checkpoint(run_folder: Path, next_step: int, optimiser: MasterAdamW) ->
         shutil.rmtree(old)
 
 
-def load_checkpoint(run_folder: Path, optimiser: MasterAdamW) -> int:
+def load_checkpoint(run_folder: Path, optimiser: MasterAdamW, ranks: Ranks) -> int:
     """Load the newest checkpoint into the optimiser. Returns the next step; 0 where there is none.
 
-    Raises TrainingError for a checkpoint that is incomplete: training never restarts in silence.
+    All ranks enter. Raises TrainingError for a checkpoint that is incomplete: training never
+    restarts in silence.
     """
-    found = _finished(run_folder)
+    found = ranks.from_first(lambda: _finished(run_folder))
     if not found:
         return 0
     newest = found[-1]

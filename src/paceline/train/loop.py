@@ -15,13 +15,15 @@ import torch
 
 from paceline.contracts import HELDOUT_SPLIT
 from paceline.draft.batch import PackedBatch, from_packed
-from paceline.draft.losses import StepSums, Teacher, distillation_loss
+from paceline.draft.losses import StepSums, Teacher
 from paceline.draft.model import Draft
 from paceline.errors import TrainingError
 from paceline.recipe import TrainOptions
 from paceline.store import Follower, PackedReader, Store
 from paceline.train.batches import Step, StepPlan
 from paceline.train.optimiser import MasterAdamW
+from paceline.train.parallel import Alone
+from paceline.train.ranks import Ranks
 from paceline.train.reading import ReadStep, read_steps
 from paceline.train.schedule import learning_rate
 
@@ -39,8 +41,9 @@ class Trainer:
     plan: StepPlan
     options: TrainOptions
     total_steps: int
-    device: torch.device
     dtype: torch.dtype
+    ranks: Ranks
+    parallel: Alone
 
     def ttt_steps(self, step: int) -> int:
         """TTT steps at an optimiser step: one during the warm-up share, then all."""
@@ -50,18 +53,19 @@ class Trainer:
     def run(self, start: int) -> Iterator[tuple[Step, dict[str, Any] | None]]:
         """Optimiser steps from `start` to the end, each with its record; a pause has none."""
         steps = self.plan.steps(start, self.total_steps)
-        for read in read_steps(self.store, steps, self.device):
+        for read in read_steps(self.store, steps, self.ranks.device):
             yield read.step, self.step(read) if read.step.groups else None
 
     def step(self, read: ReadStep) -> dict[str, Any]:
-        """One optimiser step over micro-batches; the record's sums stay on the device."""
+        """One optimiser step over this rank's micro-batches; the record's sums, of this rank alone,
+        stay on the device (see `over_ranks`)."""
         step, num_rows = read.step.number, read.step.num_rows
         if not num_rows:
             raise TrainingError(f"optimiser step {step} has no supervised row")
         total, sums, num_tokens = 0.0, None, 0
-        for batch in read.batches():
+        for batch, is_last in read.batches():
             loss, step_sums = self.loss(batch, self.ttt_steps(step), num_rows)
-            loss.backward()
+            self.parallel.backward(loss, is_last)
             self.optimiser.accumulate()
             total = total + loss.detach()
             sums = step_sums if sums is None else sums.add(step_sums)
@@ -90,9 +94,9 @@ class Trainer:
     def loss(
         self, batch: PackedBatch, num_steps: int, num_rows: int
     ) -> tuple[torch.Tensor, StepSums]:
-        return distillation_loss(
+        return self.parallel.distil(
             self.draft,
-            batch.to(self.device, self.dtype),
+            batch.to(self.ranks.device, self.dtype),
             self.teacher,
             num_steps,
             self.options.step_decay,
@@ -105,11 +109,29 @@ class Trainer:
     def heldout(self) -> dict[str, Any] | None:
         """Loss and per-step figures on held-out samples; None where there are none."""
         samples = self.store.split(HELDOUT_SPLIT).tolist()
-        sums = None
-        for packed in PackedReader(self.store, self.plan.groups(samples), device=self.device):
-            _, step_sums = self.loss(from_packed(packed), self.options.ttt_steps, 1)
-            sums = step_sums if sums is None else sums.add(step_sums)
-        return figures(sums, self.options.step_decay) if sums else None
+        if not samples:
+            return None
+        sums = torch.zeros(5, self.options.ttt_steps, device=self.ranks.device)
+        with self.parallel.whole_draft():
+            groups = self.plan.groups(samples)
+            for packed in PackedReader(self.store, groups, device=self.ranks.device):
+                _, step_sums = self.loss(from_packed(packed), self.options.ttt_steps, 1)
+                sums += step_sums.stacked()
+        return figures(StepSums(*self.ranks.sum(sums)), self.options.step_decay)
+
+
+def over_ranks(record: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """A step's record with the sums of all ranks and the longest wait. All ranks enter."""
+    sums = record["sums"].stacked()
+    more = torch.tensor([float(record["loss"]), record["tokens"]], dtype=torch.float64)
+    loss, tokens = ranks.sum(more.to(sums.device)).tolist()
+    return {
+        **record,
+        "sums": StepSums(*ranks.sum(sums)),
+        "loss": loss,
+        "tokens": int(tokens),
+        "wait_s": ranks.largest(record["wait_s"]),
+    }
 
 
 def figures(sums: StepSums, step_decay: float) -> dict[str, Any]:

@@ -7,22 +7,26 @@ from torch import nn
 from paceline.errors import TrainingError
 from paceline.ops.adamw import AdamWStep, adamw_
 from paceline.recipe import TrainOptions
+from paceline.train.parallel import Alone, fill_, local
 
 
 class MasterAdamW:
     """Keeps float32 masters of a model's trained weights and moves those.
 
     Gradients of several micro-batches are added up in float32; the model's own weights are rounded
-    copies (or, in float32, the masters themselves).
+    copies (or, in float32, the masters themselves). parallel: how ranks share all of it.
     """
 
-    def __init__(self, model: nn.Module, options: TrainOptions) -> None:
+    def __init__(
+        self, model: nn.Module, options: TrainOptions, parallel: Alone | None = None
+    ) -> None:
         self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.masters = {
             n: p if p.dtype == torch.float32 else p.detach().float().clone()
             for n, p in self._trained.items()
         }
         self._options = options
+        self._parallel = parallel or Alone()
         self._moments = {
             n: (torch.zeros_like(p), torch.zeros_like(p))
             for n, p in self.masters.items()
@@ -52,9 +56,8 @@ class MasterAdamW:
         a GPU by the next call, since asking now would make the GPU wait for the host.
         """
         self._check_norm()
-        gradients, self._gradients = self._gradients, {}
-        norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients.values()]
-        norm = torch.linalg.vector_norm(torch.stack(norms))
+        gradients, self._gradients = self._parallel.summed(self._gradients), {}
+        norm = self._parallel.norm(gradients)
         self._last_norm = _Norm(norm)
         if not norm.is_cuda:
             self._check_norm()
@@ -65,7 +68,7 @@ class MasterAdamW:
         return norm
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Masters and moments by name, for a checkpoint."""
+        """Masters and moments by name, for a checkpoint; what ranks split is a DTensor."""
         self._check_norm()
         tensors = {f"master.{name}": master.detach() for name, master in self.masters.items()}
         for name, (first, second) in self._moments.items():
@@ -75,17 +78,20 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Raises TrainingError where a tensor is missing: nothing restarts from zero in silence."""
+        """Go on from whole tensors, whatever number of ranks saved them.
+
+        Raises TrainingError where one is missing: nothing restarts from zero in silence.
+        """
         missing = sorted(self.state_tensors().keys() - tensors)
         if missing:
             raise TrainingError(f"the checkpoint lacks {', '.join(missing)}")
         for name, master in self.masters.items():
-            master.copy_(tensors[f"master.{name}"])
+            fill_(master, tensors[f"master.{name}"])
         for name, moments in self._moments.items():
             number, *values = (tensors[f"adamw.{key}.{name}"] for key in _MOMENTS)
             self._num_steps = int(number)
             for moment, value in zip(moments, values, strict=True):
-                moment.copy_(value)
+                fill_(moment, value)
         for name in self.masters:
             self._copy_back(name)
 
@@ -102,7 +108,8 @@ class MasterAdamW:
             decay = self._options.weight_decay if master.ndim > 1 else 0.0
             how = AdamWStep(learning_rate, self._options.betas, decay, self._num_steps)
             copy = None if weight is master else weight
-            adamw_(master, gradients[name], *self._moments[name], copy, scale, how)
+            moments = map(local, self._moments[name])
+            adamw_(local(master), gradients[name], *moments, copy, scale, how)
 
     def _check_norm(self) -> None:
         last, self._last_norm = self._last_norm, None
@@ -123,8 +130,10 @@ class MasterMuon(MasterAdamW):
     """Muon for all matrices but the head and the embedding, AdamW for the rest. Muon's steps are
     scaled to the size of AdamW's, so one learning rate serves both."""
 
-    def __init__(self, model: nn.Module, options: TrainOptions) -> None:
-        super().__init__(model, options)
+    def __init__(
+        self, model: nn.Module, options: TrainOptions, parallel: Alone | None = None
+    ) -> None:
+        super().__init__(model, options, parallel)
         self._by_muon = {n: p for n, p in self.masters.items() if not self._by_adamw(n)}
         self._muon = torch.optim.Muon(
             list(self._by_muon.values()),

@@ -25,11 +25,13 @@ class ReadStep:
     began: float
     wait_s: float = 0.0
 
-    def batches(self) -> Iterator[PackedBatch]:
-        asked = self.began
+    def batches(self) -> Iterator[tuple[PackedBatch, bool]]:
+        """Each with whether it is the last one."""
+        asked, left = self.began, len(self.step.groups)
         while (packed := next(self.packed, None)) is not None:
             self.wait_s += time.perf_counter() - asked
-            yield from_packed(packed)
+            left -= 1
+            yield from_packed(packed), not left
             asked = time.perf_counter()
 
 

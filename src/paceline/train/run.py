@@ -2,6 +2,7 @@
 
 import json
 import logging
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ import torch
 
 from paceline import fingerprint
 from paceline.artefact import StageFolder, describe_input, load_finished, open_stage, write_json
-from paceline.device import choose_device, choose_dtype, dtype_name
-from paceline.draft.checkpoint import WEIGHTS_FILE, save_draft
-from paceline.draft.config import draft_config
+from paceline.device import choose_dtype, dtype_name
+from paceline.draft.checkpoint import WEIGHTS_FILE, build_draft, save_draft
+from paceline.draft.config import DraftConfig, draft_config
 from paceline.draft.losses import Teacher
 from paceline.draft.model import Draft
 from paceline.draft.objectives import OBJECTIVES
@@ -22,10 +23,13 @@ from paceline.recipe import TrainOptions
 from paceline.store import Follower, Store
 from paceline.target.model import TeacherHead
 from paceline.target.spec import Target, open_target
+from paceline.train.balance import RankShare
 from paceline.train.batches import StepPlan
 from paceline.train.checkpoint import load_checkpoint
 from paceline.train.loop import Trainer
 from paceline.train.optimiser import OPTIMISERS
+from paceline.train.parallel import share_draft, whole
+from paceline.train.ranks import Ranks, open_ranks
 from paceline.train.session import Session
 from paceline.train.source import leave, open_store, plan_of
 from paceline.train.start import earlier_draft, new_draft
@@ -49,7 +53,7 @@ def run(options: TrainOptions) -> dict[str, Any]:
             "train: pass `store` (of `extract`), `vocab` (of `align`; or `start_from`, a draft) "
             "and `out`"
         )
-    with open_store(options) as (store, store_input):
+    with open_ranks(options.device) as ranks, open_store(options, ranks) as (store, store_input):
         target = open_target(options, store.manifest.result["target"])
         target.check_made_by(
             store.manifest.inputs["target"]["fingerprint"], f"{store.folder} holds states of"
@@ -63,13 +67,18 @@ def run(options: TrainOptions) -> dict[str, Any]:
         else:
             earlier, vocabulary = None, _vocabulary(options.vocab, target)
             inputs["vocab"] = describe_input(options.vocab, load_finished(options.vocab, "align"))
-        with open_stage(
-            options.out, "train", inputs, options.identity(), options.overwrite
-        ) as stage:
-            if not stage.done:
-                _train(options, stage, store, vocabulary, target, earlier)
-            leave(store, options)
-            return stage.result
+        with ExitStack() as stack:
+            stage = None
+            if ranks.is_first:
+                owned = open_stage(
+                    options.out, "train", inputs, options.identity(), options.overwrite
+                )
+                stage = stack.enter_context(owned)
+            if not ranks.from_first(lambda: stage.done):
+                _train(options, ranks, stage, store, vocabulary, target, earlier)
+            if ranks.is_first:
+                leave(store, options)
+            return ranks.from_first(lambda: stage.result)
 
 
 def _vocabulary(folder: str, target: Target) -> DraftVocabulary:
@@ -84,53 +93,67 @@ def _vocabulary(folder: str, target: Target) -> DraftVocabulary:
 
 def _train(
     options: TrainOptions,
-    stage: StageFolder,
+    ranks: Ranks,
+    stage: StageFolder | None,
     store: Store | Follower,
     vocabulary: DraftVocabulary,
     target: Target,
     earlier: Draft | None,
 ) -> None:
-    device = choose_device(options.device)
-    plan, total_steps = plan_of(options, store)
-    stage.announce({"steps": total_steps})
-    start = _start(options, stage.path, plan, device, target)
+    """stage: of the first rank; the others touch nothing in the folder."""
+    folder = Path(options.out)
+    config = (
+        earlier.config
+        if earlier is not None
+        else draft_config(
+            options.draft, target.text_config, store.spec.layers.aux, len(vocabulary.d2t)
+        )
+    )
+    share = RankShare.of_draft(config, options.ttt_steps, ranks.number, ranks.count)
+    plan, total_steps = plan_of(options, store, share)
+    if stage is not None:
+        stage.announce({"steps": total_steps})
+    start = ranks.from_first(lambda: _start(options, folder, plan, ranks.device, target))
     torch.manual_seed(options.seed)
     dtype = getattr(torch, start["dtype"])
     draft = earlier
     if draft is None:
-        draft = _new_draft(options, store, start, vocabulary, target)
+        draft = _new_draft(options, config, start, vocabulary, target)
     head = draft.lm_head.weight.detach().clone()
-    trainer = _build(options, store, plan, total_steps, draft.to(device), vocabulary, target, dtype)
-    next_step = load_checkpoint(stage.path, trainer.optimiser)
+    trainer = _build(options, ranks, store, plan, total_steps, draft, vocabulary, target, dtype)
+    next_step = load_checkpoint(folder, trainer.optimiser, ranks)
     logger.info(
         "train: %d optimiser steps of %d rows (from step %d), %s on %s, %.1f M trained weights",
         trainer.total_steps,
         options.batch_rows,
         next_step,
         dtype_name(dtype),
-        device,
+        f"{ranks.count} ranks ({options.parallel})" if ranks.count > 1 else ranks.device,
         sum(p.numel() for p in trainer.optimiser.masters.values()) / 1e6,
     )
-    config = options.model_dump(mode="json")
-    with open_trackers(options.trackers, stage.path, config, next_step) as tell:
-        session = Session(trainer, stage.path, next_step, tell)
+    shown = options.trackers if ranks.is_first else []
+    with open_trackers(shown, folder, options.model_dump(mode="json"), next_step) as tell:
+        session = Session(trainer, folder, next_step, tell)
         session.run()
     final = trainer.heldout()
     draft = _float32_draft(trainer)
+    if stage is None:
+        return
     if not options.train_head:
         # The arithmetic's copy is rounded; the frozen one is kept as it was.
         draft.lm_head.weight.data.copy_(head)
-    save_draft(stage.path, draft)
+    save_draft(folder, draft)
     result = {
         "target": asdict(target.reference),
         "draft": draft.config.to_dict(),
         "steps": session.next_step,
         "dtype": dtype_name(dtype),
-        "device": str(device),
+        "device": str(ranks.device),
+        "ranks": ranks.count,
         "heldout": final,
         "train_samples": plan.num_samples(),
     }
-    stage.finish(result, content=fingerprint.of_file(stage.path / WEIGHTS_FILE))
+    stage.finish(result, content=fingerprint.of_file(folder / WEIGHTS_FILE))
 
 
 def _start(
@@ -151,14 +174,11 @@ def _start(
 
 def _new_draft(
     options: TrainOptions,
-    store: Store | Follower,
+    config: DraftConfig,
     start: dict[str, Any],
     vocabulary: DraftVocabulary,
     target: Target,
 ) -> Draft:
-    config = draft_config(
-        options.draft, target.text_config, store.spec.layers.aux, len(vocabulary.d2t)
-    )
     return new_draft(
         config,
         vocabulary,
@@ -172,6 +192,7 @@ def _new_draft(
 
 def _build(
     options: TrainOptions,
+    ranks: Ranks,
     store: Store | Follower,
     plan: StepPlan,
     total_steps: int,
@@ -180,20 +201,23 @@ def _build(
     target: Target,
     dtype: torch.dtype,
 ) -> Trainer:
-    device = draft.fc.weight.device
+    draft.to(ranks.device)
     draft.lm_head.requires_grad_(options.train_head)
     for module in draft.children():
         module.to(dtype)
+    draft.train()
+    parallel = share_draft(draft, ranks, options.parallel, options.optimiser)
     return Trainer(
-        draft=draft.train(),
-        teacher=_teacher(options, store, vocabulary, target, dtype, device),
-        optimiser=OPTIMISERS[options.optimiser](draft, options),
+        draft=draft,
+        teacher=_teacher(options, store, vocabulary, target, dtype, ranks.device),
+        optimiser=OPTIMISERS[options.optimiser](draft, options, parallel),
         store=store,
         plan=plan,
         options=options,
         total_steps=total_steps,
-        device=device,
         dtype=dtype,
+        ranks=ranks,
+        parallel=parallel,
     )
 
 
@@ -221,10 +245,8 @@ def aux_rms(plan: StepPlan) -> torch.Tensor:
 
 
 def _float32_draft(trainer: Trainer) -> Draft:
-    """The trained draft from the float32 masters, on the CPU."""
-    draft = trainer.draft.float().cpu().eval()
-    with torch.no_grad():
-        weights = dict(draft.named_parameters())
-        for name, master in trainer.optimiser.masters.items():
-            weights[name].copy_(master.cpu())
-    return draft
+    """The trained draft from the float32 masters, on the CPU. All ranks enter."""
+    trained = {n: whole(m).detach().cpu() for n, m in trainer.optimiser.masters.items()}
+    rest = trainer.draft.state_dict().items()
+    tensors = trained | {n: tensor.cpu() for n, tensor in rest if n not in trained}
+    return build_draft(trainer.draft.config, tensors, torch.float32, "the trained draft")

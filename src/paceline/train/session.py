@@ -11,7 +11,7 @@ from paceline.errors import StreamError, TrainingError
 from paceline.progress import progress_bar
 from paceline.runlog import LOG_FILE
 from paceline.train.checkpoint import save_checkpoint
-from paceline.train.loop import Trainer, append_record, figures
+from paceline.train.loop import Trainer, append_record, figures, over_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +38,9 @@ class Session:
 
     def run(self) -> None:
         """Train to the end. A stream whose other side is lost leaves a checkpoint."""
-        total = self.trainer.total_steps
+        total, ranks = self.trainer.total_steps, self.trainer.ranks
         try:
-            with progress_bar("train", total - self.start, "step") as bar:
+            with progress_bar("train", total - self.start, "step", ranks.is_first) as bar:
                 for step, record in self.trainer.run(self.start):
                     if record is None:
                         self._answer_pause(step.num_windows)
@@ -53,7 +53,9 @@ class Session:
                             self.trainer.store.release(step.num_windows)
                     self.trainer.store.check_writer()
         except StreamError:
-            self._save()
+            # Other ranks may be a step further on; they cannot save together.
+            if ranks.count == 1:
+                self._save()
             raise
         if self.next_step < total:
             logger.warning("train: the samples ended after %d of %d steps", self.next_step, total)
@@ -63,6 +65,7 @@ class Session:
         options, note = self.trainer.options, ""
         is_last = self.next_step == self.trainer.total_steps
         if self.next_step % options.log_every == 0 or is_last:
+            record = over_ranks(record, self.trainer.ranks)
             line = _plain_record(record, options.step_decay, time.perf_counter() - self._began)
             self._write(line)
             note = f"loss {line['loss']:.3f}"
@@ -71,6 +74,9 @@ class Session:
         return note
 
     def _write(self, record: dict[str, Any]) -> None:
+        self.trainer.ranks.check()
+        if not self.trainer.ranks.is_first:
+            return
         append_record(self.folder / LOG_FILE, record)
         self.tell(record)
 
@@ -90,7 +96,8 @@ class Session:
 
     def _save(self) -> None:
         if self.next_step > self._saved:
-            save_checkpoint(self.folder, self.next_step, self.trainer.optimiser)
+            trainer = self.trainer
+            save_checkpoint(self.folder, self.next_step, trainer.optimiser, trainer.ranks)
             self._saved = self.next_step
 
 

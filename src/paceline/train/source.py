@@ -14,7 +14,9 @@ from paceline.recipe import TrainOptions
 from paceline.store import Follower, Store, follow
 from paceline.store.cache import Cache
 from paceline.store.place import is_remote
+from paceline.train.balance import RankShare
 from paceline.train.batches import StepPlan
+from paceline.train.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -23,13 +25,19 @@ ORDER_FILE = "order.json"
 
 
 @contextmanager
-def open_store(options: TrainOptions) -> Iterator[tuple[Store | Follower, dict[str, Any]]]:
-    """The store, and its entry among the inputs of the stage."""
+def open_store(
+    options: TrainOptions, ranks: Ranks
+) -> Iterator[tuple[Store | Follower, dict[str, Any]]]:
+    """The store, and its entry among the inputs of the stage. All ranks enter."""
     order = Path(options.out) / ORDER_FILE
-    began_on_stream = order.is_file() and not options.overwrite
-    status = _status(options.store)
+
+    def look() -> tuple[bool, str | None]:
+        return order.is_file() and not options.overwrite, _status(options.store)
+
+    began_on_stream, status = ranks.from_first(look)
     if began_on_stream or (options.follow and status != COMPLETE):
-        with follow(options.store, order, wait_s=options.follow_wait_s) as store:
+        waits = options.follow_wait_s
+        with follow(options.store, order, rank=ranks.number, wait_s=waits) as store:
             yield store, describe_growing(options.store, store.manifest)
         return
     if status not in (None, COMPLETE):
@@ -50,8 +58,10 @@ def _status(store: str) -> str | None:
     return load_manifest(store, "extract").status
 
 
-def plan_of(options: TrainOptions, store: Store | Follower) -> tuple[StepPlan, int]:
-    """The plan, and the optimiser steps of the whole run."""
+def plan_of(
+    options: TrainOptions, store: Store | Follower, share: RankShare
+) -> tuple[StepPlan, int]:
+    """The plan, and the optimiser steps of the whole run. share: what this rank does of each."""
     num_rows = store.expected_rows(TRAIN_SPLIT)
     if not num_rows:
         raise TrainingError(f"{store.folder} has no sample of the training split to learn from")
@@ -65,6 +75,7 @@ def plan_of(options: TrainOptions, store: Store | Follower) -> tuple[StepPlan, i
         micro_batch_tokens=options.micro_batch_tokens,
         num_epochs=math.ceil(wanted_rows / num_rows),
         seed=options.seed,
+        share=share,
     )
     return plan, total_steps
 
