@@ -82,17 +82,17 @@ class Data:
 
 
 def make_data(
-    shape: Shape, lengths: list[int], share: float, dtype: torch.dtype, device: str
+    shape: Shape, lengths: list[int], share: float, dtype: torch.dtype, device: str, seed: int = 0
 ) -> Data:
     """The last `share` of each document is supervised."""
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(seed)
     random = lambda *size: torch.randn(*size, device=device, generator=generator).to(dtype)
     total = sum(lengths)
     mask = torch.cat([torch.arange(n) >= int(n * (1 - share)) for n in lengths])
     return Data(
         hidden=random(total, shape.num_aux * shape.hidden),
         last=random(total, shape.hidden),
-        ids=torch.randint(shape.vocab, (total,), generator=torch.Generator().manual_seed(0)),
+        ids=torch.randint(shape.vocab, (total,), generator=torch.Generator().manual_seed(seed)),
         mask=mask,
         lengths=lengths,
     )
@@ -138,6 +138,21 @@ def packed(shape: Shape, data: Data) -> PackedBatch:
     )
 
 
+def random_draft(
+    shape: Shape, dtype: torch.dtype, device: str, train_head: bool
+) -> tuple[Draft, Teacher]:
+    with torch.device(device):
+        draft = Draft(shape.config())
+        head = torch.randn(shape.draft_vocab, shape.hidden).mul_(0.02).to(dtype)
+    draft.to(dtype)
+    for weight in draft.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=0.02)
+    draft.lm_head.requires_grad_(train_head)
+    gain = torch.ones(shape.hidden, dtype=dtype, device=device)
+    return draft, Teacher(lambda last: rms_norm(last, gain, 1e-5) @ head.T)
+
+
 class PacelineStep:
     """One optimiser step of paceline's trainer; masters: with its own optimiser (float32 masters,
     clipping) and not torch's fused AdamW on the weights as they are."""
@@ -151,16 +166,7 @@ class PacelineStep:
         train_head: bool,
         masters: bool = False,
     ) -> None:
-        with torch.device(device):
-            self.draft = Draft(shape.config())
-            head = torch.randn(shape.draft_vocab, shape.hidden).mul_(0.02).to(dtype)
-        self.draft.to(dtype)
-        for weight in self.draft.parameters():
-            if weight.ndim > 1:
-                torch.nn.init.normal_(weight, std=0.02)
-        self.draft.lm_head.requires_grad_(train_head)
-        gain = torch.ones(shape.hidden, dtype=dtype, device=device)
-        self.teacher = Teacher(lambda last: rms_norm(last, gain, 1e-5) @ head.T)
+        self.draft, self.teacher = random_draft(shape, dtype, device, train_head)
         self.steps, self.device, self.dtype = steps, device, dtype
         if masters:
             self._own = MasterAdamW(self.draft, TrainOptions())

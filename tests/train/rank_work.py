@@ -56,7 +56,7 @@ def batch_of(group: list[int], docs: list[Doc]) -> PackedBatch:
 def teacher_logits(last: torch.Tensor) -> torch.Tensor:
     generator = torch.Generator().manual_seed(9)
     head = torch.randn(12, 16, dtype=torch.float64, generator=generator)
-    return last @ head.to(last.dtype).T
+    return last @ head.to(last).T
 
 
 def one_step(ranks: Ranks, how: str, groups: list[list[int]]) -> dict[str, torch.Tensor]:
@@ -64,12 +64,13 @@ def one_step(ranks: Ranks, how: str, groups: list[list[int]]) -> dict[str, torch
     this rank's micro-batches."""
     draft = tiny_draft(tiny_config()).float()
     draft.rotary.inv_freq = draft.rotary.inv_freq.float()
+    draft.to(ranks.device)
     parallel = share_draft(draft, ranks, how, "adamw")
     optimiser = MasterAdamW(draft, TrainOptions(max_grad_norm=1e9), parallel)
-    docs, total = documents(), torch.zeros(1)
+    docs, total = documents(), torch.zeros(1, device=ranks.device)
     num_rows = batch_of(list(range(len(docs))), docs).num_supervised_rows
     for number, group in enumerate(groups):
-        batch = batch_of(group, docs).to("cpu", torch.float32)
+        batch = batch_of(group, docs).to(ranks.device, torch.float32)
         arguments = Teacher(teacher_logits), NUM_STEPS, DECAY, num_rows, 4
         loss, _ = parallel.distil(draft, batch, *arguments)
         parallel.backward(loss, number + 1 == len(groups))
@@ -77,12 +78,13 @@ def one_step(ranks: Ranks, how: str, groups: list[list[int]]) -> dict[str, torch
         total += loss.detach()
     norm = optimiser.step(0.01)
     state = {n: whole(t).contiguous() for n, t in optimiser.state_tensors().items()}
-    return {**state, "norm": norm, "loss": ranks.sum(total)}
+    found = {**state, "norm": norm, "loss": ranks.sum(total)}
+    return {name: tensor.cpu() for name, tensor in found.items()}
 
 
-def steps(rank: int, folder: str) -> None:
+def steps(rank: int, folder: str, device: str) -> None:
     """`one_step` of all shares and ways, into files of every rank."""
-    with open_ranks("cpu") as ranks:
+    with open_ranks(device) as ranks:
         for how in ("ddp", "fsdp2"):
             for name, shares in SHARES.items():
                 found = one_step(ranks, how, shares[rank])

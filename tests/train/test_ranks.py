@@ -1,7 +1,10 @@
 """Several ranks, as real processes: equal to one rank in every number, and ended by any failure."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -44,7 +47,7 @@ def assert_close(given, expected, tolerance):
 
 
 def test_gradients_of_ranks_are_those_of_one_rank_and_of_the_oracle(tmp_path):
-    codes, texts = run_ranks(rank_work.steps, tmp_path / "ranks", str(tmp_path))
+    codes, texts = run_ranks(rank_work.steps, tmp_path / "ranks", str(tmp_path), "cpu")
     assert codes == [0, 0], texts
     alone = Ranks(torch.device("cpu"))
     one = rank_work.one_step(alone, "ddp", [list(range(len(rank_work.MASKS)))])
@@ -60,7 +63,7 @@ def test_gradients_of_ranks_are_those_of_one_rank_and_of_the_oracle(tmp_path):
         rank_work.DECAY,
     )
     expected.backward()
-    # After one step without clipping the first moment is a tenth... of the gradient.
+    # After one step without clipping the first moment is so much of the gradient.
     exact = {f"adamw.exp_avg.{n}": 0.1 * w.grad for n, w in weights.items() if w.grad is not None}
     for how in WAYS:
         for name in rank_work.SHARES:
@@ -122,6 +125,30 @@ def test_T08_a_rank_that_fails_in_save_ends_all_with_its_text(line, tmp_path, ra
     assert codes == [1, 1]
     assert texts[1 - rank] == f"RankError: rank {rank} failed: the disk fell off"
     assert not list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
+
+
+def test_torchrun_starts_the_program_and_one_rank_speaks(line, tmp_path):
+    options = {
+        "store": line / "store",
+        "vocab": line / "vocab",
+        "out": tmp_path / "run",
+        "max-steps": 2,
+        "batch-rows": 60,
+        "dtype": "float32",
+        "parallel": "fsdp2",
+    }
+    given = [f"--{name}={value}" for name, value in options.items()]
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [sys.executable, *ranks, "-m", "paceline", "train", *given, "--json"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ranks"] == 2
+    assert done.stderr.count("2 ranks (fsdp2)") == 1
 
 
 def test_costs_are_divided_evenly_and_completely():

@@ -9,6 +9,7 @@ import numpy as np
 
 from paceline.draft.config import DraftConfig
 from paceline.store.records import Records
+from paceline.train.flops import flops_of_rows
 
 
 @dataclass(frozen=True)
@@ -24,22 +25,16 @@ class RankShare:
 
     @classmethod
     def of_draft(cls, config: DraftConfig, ttt_steps: int, rank: int, num_ranks: int) -> Self:
-        """Costs in multiplications of a forward and a backward pass (see docs/train.md: what a step
-        computes)."""
-        width, heads = config.hidden_size, config.num_attention_heads * config.head_dim
-        keys_values = 2 * config.num_key_value_heads * config.head_dim
-        fused = 2 * config.num_aux * config.target_hidden_size * width + 5 * width * keys_values
-        layer = width * (2 * heads + keys_values + 3 * config.intermediate_size)
-        head = width * config.draft_vocab_size
-        # Rows below the last layer are all needed at step 0.
-        below = config.num_layers - 1
+        """Costs in floating-point operations of a forward and a backward pass."""
+        row = flops_of_rows(config, 1, [0] * ttt_steps, 0)
+        heads = config.num_layers * config.num_attention_heads * config.head_dim
         return cls(
             rank=rank,
             num_ranks=num_ranks,
-            row_cost=fused + 3 * below * layer,
-            supervised_cost=3 * ttt_steps * (config.num_layers * layer + head) + head,
+            row_cost=int(row),
+            supervised_cost=int(flops_of_rows(config, 1, [1] * ttt_steps, 1) - row),
             # Two products forward and five backward, over half of the rows on average.
-            pair_cost=7 * ttt_steps * config.num_layers * heads // 2,
+            pair_cost=7 * ttt_steps * heads,
         )
 
     def of(self, samples: np.ndarray, records: Records) -> np.ndarray:

@@ -1,6 +1,8 @@
 """The floating-point operations that an optimiser step cannot do without, for its share of what the
 device's matrix products reach (MFU)."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from paceline.draft.batch import PackedBatch
@@ -15,7 +17,32 @@ def needed_flops(
     trains_head: bool = True,
     teacher_width: int | None = None,
 ) -> float:
-    """Of one micro-batch, forward and backward; attention left out.
+    """Of one micro-batch, forward and backward; attention left out. Nothing is asked of the device.
+
+    trains_head: whether the draft's head learns. teacher_width: logits that the teacher makes of a
+    position; None: the draft vocabulary.
+    """
+    return flops_of_rows(
+        config,
+        len(batch.positions),
+        _taught_rows(batch, num_steps).tolist(),
+        len(batch.last),
+        trains_head=trains_head,
+        teacher_width=teacher_width,
+    )
+
+
+def flops_of_rows(
+    config: DraftConfig,
+    all_rows: int,
+    taught: Sequence[int],
+    teacher_rows: int,
+    *,
+    trains_head: bool = True,
+    teacher_width: int | None = None,
+) -> float:
+    """As `needed_flops`, from numbers of rows: with states, supervised at each TTT step, of the
+    teacher. Linear in them.
 
     A product of R rows with an I x O weight costs 2 R I O forward, as much for the gradient to the
     rows and as much for the gradient to the weight. T rows with states, R_j rows of step j, M
@@ -24,12 +51,7 @@ def needed_flops(
     nothing); the state's half of k and v for T rows at step 0, and of q, k, v, and output and MLP,
     for R_j rows; the draft's head for R_j rows (2 of 3 where it is frozen); the target's head for M
     rows, forward alone. Layers below the last need step 0 of all T rows in full.
-
-    trains_head: whether the draft's head learns. teacher_width: logits that the teacher makes of a
-    position; None: the draft vocabulary. Nothing is asked of the device.
     """
-    all_rows, teacher_rows = len(batch.positions), len(batch.last)
-    taught = [int(n) for n in _taught_rows(batch, num_steps)]
     width, target_width = config.hidden_size, config.target_hidden_size
     queries = config.num_attention_heads * config.head_dim
     keys_values = 2 * config.num_key_value_heads * config.head_dim
