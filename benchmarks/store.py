@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +47,7 @@ from paceline.store import (
 
 NUM_TOKENS = 500
 BATCH_TOKENS = 4096
-MIN_BATCHES = 48
+MIN_BATCHES, MIN_PEER_BATCHES = 48, 16
 NUM_AUX = 3
 BLOCK_BYTES = 1 << 20
 # A pool of states is written again and again: what is in it does not matter to a disk.
@@ -186,14 +187,23 @@ def batch_bytes(store: Store) -> int:
 
 
 def read_packed(store: Store, threads: int) -> float:
-    """Seconds of one epoch out of a longer reading: a reader is made once and its memory is used
-    again, so that batches before and after the epoch keep it in its stride."""
+    """Seconds of one epoch of ours."""
     epoch = list(iterate_packed(store, "train", BATCH_TOKENS, seed=0))
+    read = lambda groups: PackedReader(store, groups, num_threads=threads)
+    return seconds_in_stride(read, epoch, threads, MIN_BATCHES)
+
+
+def seconds_in_stride(
+    read: Callable[[list[list[int]]], Iterable], epoch: list[list[int]], threads: int, least: int
+) -> float:
+    """Seconds of one epoch out of a longer reading, of at least so many batches: a reader is made
+    once, so that batches before and after the epoch keep it in its stride."""
     # Batches come in bunches, one from each thread; over many of them that does not matter.
-    num_epochs = -(-MIN_BATCHES // len(epoch))
-    stride = [epoch[0]] * (threads + 3)
+    num_epochs = -(-least // len(epoch))
+    # As many as are read ahead: two for each worker of a DataLoader.
+    stride = [epoch[0]] * (2 * threads + 1)
     groups = [*stride, *epoch * num_epochs, *stride]
-    times = [time.perf_counter() for _ in PackedReader(store, groups, num_threads=threads)]
+    times = [time.perf_counter() for _ in read(groups)]
     return (times[-len(stride) - 1] - times[len(stride) - 1]) / num_epochs
 
 
@@ -256,12 +266,14 @@ def collate(samples: list) -> list[torch.Tensor]:
 
 
 def read_peers(data: FilePerSample, workers: int) -> float:
-    started = time.perf_counter()
-    loader = DataLoader(
-        data, BATCH_TOKENS // NUM_TOKENS, shuffle=True, num_workers=workers, collate_fn=collate
+    """Seconds of one epoch of others', without the start of their workers."""
+    order = np.random.default_rng(0).permutation(len(data)).tolist()
+    size = BATCH_TOKENS // NUM_TOKENS
+    epoch = [order[start : start + size] for start in range(0, len(order), size)]
+    read = lambda groups: DataLoader(
+        data, batch_sampler=groups, num_workers=workers, collate_fn=collate
     )
-    assert sum(len(ids) for ids, _, _ in loader) == len(loader) * BATCH_TOKENS
-    return time.perf_counter() - started
+    return seconds_in_stride(read, epoch, workers, MIN_PEER_BATCHES)
 
 
 def beside_peers(

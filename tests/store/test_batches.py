@@ -186,3 +186,15 @@ def test_epochs_and_seeds_differ_and_mix_the_whole_store() -> None:
     # Where the first tenth of the samples lands: everywhere, about evenly.
     places = np.flatnonzero(order < 5_000) * 10 // 50_000
     assert np.bincount(places, minlength=10).min() > 150
+
+
+def test_chosen_records_are_those_of_the_store(plain_store: Store) -> None:
+    records = plain_store.records
+    indices = [41, 0, 7, 7, len(records) - 1]
+    chosen = records.choose(indices)
+    assert list(chosen) == [records[i] for i in indices]
+    assert chosen[-1] == records[-1] and chosen[1:3] == [records[0], records[7]]
+    assert chosen.places() == [(records[i].shard, records[i].position) for i in indices]
+    for wrong in ([0, len(records)], [-1]):
+        with pytest.raises(IndexError, match=f"a store of {len(records)} samples"):
+            records.choose(wrong)

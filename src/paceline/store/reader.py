@@ -74,38 +74,36 @@ class ShardReader:
     def read(self, index: int) -> StoredSample:
         """One sample by its index in `records`."""
         record = self.records[index]
-        self.prove(record)
         shard = self.shard(record.shard)
+        self.prove(shard, record.position)
         start, stop = shard.offsets[record.position : record.position + 2, 0].tolist()
         return StoredSample(
             record=record,
             input_ids=shard.rows("input_ids", start, stop),
             loss_mask=shard.rows("loss_mask", start, stop),
-            aux=self.read_states(record, "aux"),
-            last=self.read_states(record, "last"),
+            aux=self.read_states(shard, record.position, "aux"),
+            last=self.read_states(shard, record.position, "last"),
         )
 
-    def prove(self, record: SampleRecord) -> None:
+    def prove(self, shard: Shard, position: int) -> None:
         """Hold a sample that comes from far away against its checksum, once. Raises StoreCorruption
         where it is wrong in the original too."""
-        shard = self.shard(record.shard)
-        if not shard.is_copy or record.position in shard.proved_samples:
+        if not shard.is_copy or position in shard.proved_samples:
             return
         try:
-            read_encoded(shard, self.codec, record.position).check()
+            read_encoded(shard, self.codec, position).check()
         except StoreCorruption:
             shard.fetch_again()
-            read_encoded(shard, self.codec, record.position).check()
-        shard.proved_samples.add(record.position)
+            read_encoded(shard, self.codec, position).check()
+        shard.proved_samples.add(position)
 
     def read_states(
-        self, record: SampleRecord, kind: str, out: torch.Tensor | None = None
+        self, shard: Shard, position: int, kind: str, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """One sample's states, `aux` or `last`, decoded (into `out` where it is given)."""
-        shard = self.shard(record.shard)
-        parts = state_parts(shard, self.codec, kind, record.position)
+        parts = state_parts(shard, self.codec, kind, position)
         column = 1 if kind == "aux" else 2
-        start, stop = shard.offsets[record.position : record.position + 2, column].tolist()
+        start, stop = shard.offsets[position : position + 2, column].tolist()
         return self.codec.decode(parts, (stop - start, *self.row_shape(kind)), out)
 
     def read_encoded(self, index: int) -> EncodedSample:

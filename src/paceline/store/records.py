@@ -59,6 +59,10 @@ class Records(Sequence[SampleRecord]):
             position=index - int(self.shard_starts[slot]),
         )
 
+    def choose(self, indices: Sequence[int]) -> "ChosenRecords":
+        """Samples by their indices, none negative, in that order."""
+        return ChosenRecords(self, np.asarray(indices, np.int64))
+
     def split(self, name: str) -> np.ndarray:
         """int64 indices of the samples of a split, ascending."""
         return self._where("split", name)
@@ -109,6 +113,41 @@ class Records(Sequence[SampleRecord]):
     def _text(self, column: str, index: int) -> str:
         start, end = self.columns[f"{column}.ends"][index : index + 2]
         return self.columns[column][start:end].tobytes().decode()
+
+
+class ChosenRecords(Sequence[SampleRecord]):
+    """Some samples of a store. What a batch needs of them is looked up for all at once; a record is
+    made only when it is asked for, since for short samples it takes as long as reading the rows."""
+
+    def __init__(self, records: Records, indices: np.ndarray) -> None:
+        if len(indices) and not 0 <= indices.min() <= indices.max() < len(records):
+            raise IndexError(f"samples {indices.tolist()} of a store of {len(records)} samples")
+        self._records = records
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @overload
+    def __getitem__(self, index: int) -> SampleRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[SampleRecord]: ...
+    def __getitem__(self, index: int | slice) -> SampleRecord | list[SampleRecord]:
+        if isinstance(index, slice):
+            return [self._records[i] for i in self._indices[index].tolist()]
+        return self._records[int(self._indices[index])]
+
+    def places(self) -> list[tuple[int, int]]:
+        """The shard's number and the position in it, for each sample."""
+        starts = self._records.shard_starts
+        slots = np.searchsorted(starts, self._indices, side="right") - 1
+        numbers = self._records.shard_numbers[slots].tolist()
+        return list(zip(numbers, (self._indices - starts[slots]).tolist(), strict=True))
+
+    def starts(self, count: str) -> list[int]:
+        """Where each sample begins if they lie one after another, and the end. count: a column of
+        COUNTS that says how long each is."""
+        return [0, *np.cumsum(self._records.columns[count][self._indices], dtype=np.int64).tolist()]
 
 
 def id_hash(sample_id: bytes) -> np.int64:

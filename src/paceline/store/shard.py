@@ -59,6 +59,10 @@ class TensorEntry:
     start: int
     end: int
 
+    @cached_property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
@@ -191,13 +195,12 @@ class MappedTensors:
         """Rows [start, stop) of a tensor as a view of the file."""
         return self._view(self.entries[name], start, stop)
 
-    def read_rows(self, name: str, start: int, stop: int, out: torch.Tensor) -> None:
-        """Rows [start, stop) into `out`, contiguous, on the CPU, of their shape and dtype.
+    def read_rows(self, name: str, start: int, view: memoryview) -> None:
+        """The bytes of a tensor's rows from `start` on, into `view`: as many as fill it.
 
         One copy out of the page cache: about twice as fast as touching a mapping for the first
         time, since no page of it must be set up.
         """
-        view = bytes_of(out)
         offset = self._offset(self.entries[name], start)
         self._need(offset, offset + len(view))
         while view:
@@ -218,8 +221,7 @@ class MappedTensors:
         )
 
     def _offset(self, entry: TensorEntry, row: int) -> int:
-        row_bytes = math.prod(entry.shape[1:]) * entry.dtype.itemsize
-        return self.header_bytes + entry.start + row * row_bytes
+        return self.header_bytes + entry.start + row * entry.row_bytes
 
     def verify(self) -> int:
         """Compare every tensor with its checksum; StoreCorruption names file and tensor.
