@@ -26,11 +26,11 @@ from train_common import (
     PacelineStep,
     log_normal_lengths,
     make_data,
-    median_seconds,
     packed,
 )
 from train_peers import specforge_step, speculators_step
 
+from paceline.device import product_flops
 from paceline.train.flops import needed_flops
 
 ROUND_STEPS = 8
@@ -60,7 +60,14 @@ def paceline(
     step = PacelineStep(LLAMA_8B, DTYPE, DEVICE, steps, train_head, masters)
     ready = [packed(LLAMA_8B, one) for one in data]
     flops = sum(
-        needed_flops(LLAMA_8B.config(), batch, steps, trains_head=train_head) for batch in ready
+        needed_flops(
+            LLAMA_8B.config(),
+            batch,
+            steps,
+            trains_head=train_head,
+            teacher_width=LLAMA_8B.draft_vocab,
+        )
+        for batch in ready
     ) / len(ready)
     name = f"paceline, {share:.0%} supervised, head {'trained' if train_head else 'frozen'}"
     name += ", float32 masters" if masters else ""
@@ -125,14 +132,8 @@ def ratios(rows: list[dict], ours: str, theirs: str) -> dict:
     return {"speed": speed, "memory": a["peak_gib"] / b["peak_gib"]}
 
 
-def product_rate() -> float:
-    """Operations per second of a product of two random 8192 x 8192 bfloat16 matrices."""
-    a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=DTYPE) for _ in range(2))
-    return 2 * 8192**3 / median_seconds(lambda: a @ b, 20, 5, torch.cuda.synchronize)
-
-
 def equal_documents(steps: int, rounds: int) -> dict:
-    rate = product_rate()
+    rate = product_flops(torch.device(DEVICE), DTYPE)
     trainers = [
         warmed(lambda: paceline(steps, 0.5, False, [EQUAL])),
         warmed(lambda: paceline(steps, 0.5, True, [EQUAL])),
@@ -165,7 +166,7 @@ def real_lengths(steps: int, rounds: int) -> dict:
         warmed(lambda: paceline(steps, 0.5, False, batches)),
         warmed(lambda: peer("speculators", speculators_step, steps, batches)),
     ]
-    rows = compare(trainers, rounds, product_rate())
+    rows = compare(trainers, rounds, product_flops(torch.device(DEVICE), DTYPE))
     return {"ttt": steps, "rows": rows, "ratios": ratios(rows, "paceline", "speculators")}
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from paceline.errors import DataError
-from paceline.runlog import read_log
+from paceline.runlog import read_log, throughput
 
 
 def _write(folder, *lines, end="\n"):
@@ -33,6 +33,18 @@ def test_a_damaged_line_is_named(tmp_path, line):
     _write(tmp_path, {"step": 0, "loss": 1.0}, line, {"step": 1, "loss": 1.0})
     with pytest.raises(DataError, match=r"log\.jsonl, line 2"):
         read_log(tmp_path)
+
+
+def test_throughput_is_of_all_records_together():
+    """And waiting counts; a log of an earlier paceline has no share of products."""
+    records = [
+        {"step_s": 2.0, "wait_s": 1.0, "tokens": 300, "rows": 100, "mfu": 0.1, "peak_bytes": 7},
+        {"step_s": 8.0, "wait_s": 0.0, "tokens": 200, "rows": 50, "mfu": 0.6, "peak_bytes": 9},
+    ]
+    expected = {"tokens_per_s": 50, "rows_per_s": 15, "wait_share": 0.1, "mfu": 0.5}
+    assert throughput(records) == pytest.approx({**expected, "peak_bytes": 9})
+    del records[0]["mfu"]
+    assert throughput(records) == {**expected, "mfu": None, "peak_bytes": None}
 
 
 def test_no_log_yet(tmp_path):

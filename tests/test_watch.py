@@ -31,6 +31,8 @@ def record(step, **changes):
         "step_s": 0.5,
         "wait_s": 0.1,
         "learning_rate": 1e-3,
+        "mfu": 0.2 + step / 100,
+        "peak_bytes": 3_000_000_000 - step,
         "train": figures,
         **changes,
     }
@@ -53,7 +55,9 @@ def test_a_training_at_work_and_stopped(tmp_path):
         stage.announce({"steps": 40})
         assert "0 of 40" in shown(paceline.watch(str(tmp_path / "run")))
         write_log(folder, [record(s) for s in range(10)])
-        write_log(folder, [{"step": 10, "heldout": {"loss": 2.5}}])
+        for step, length in [(4, None), (8, 1.75), (10, 2.25)]:
+            look = {"loss": 2.5, "acceptance": {"acceptance_length": length}}
+            write_log(folder, [{"step": step, "heldout": look}])
         (seen,) = paceline.watch(str(tmp_path / "run"))["stages"]
         text = shown(paceline.watch(str(folder), once=True))
     assert seen["status"] == "running"
@@ -62,10 +66,13 @@ def test_a_training_at_work_and_stopped(tmp_path):
     assert seen["wait_share"] == pytest.approx(0.2)
     assert seen["seconds_left"] == pytest.approx(15)
     assert seen["acceptance_rate"][-1] == pytest.approx(0.34)
+    assert seen["heldout_acceptance_length"] == [None, 1.75, 2.25]
+    assert seen["mfu"] == pytest.approx(0.245) and seen["peak_bytes"] == 3_000_000_000
     assert "train: running" in text
     assert "10 of 40 (25.0%)" in text
     assert "4.000 \u2588\u2587" in text and "\u2581 3.100" in text
-    assert "2.500" in text
+    assert "2.500" in text and "1.750" in text and "2.250" in text
+    assert "24.5%" in text and "3 GB" in text
     (seen,) = paceline.watch(str(folder))["stages"]
     assert seen["status"] == "stopped"
 

@@ -26,6 +26,7 @@ _MODULES = (
 )
 _FUNCTIONS = {
     "generate": "paceline.prepare.generate",
+    "replay": "paceline.train.replay",
     "import_store": "paceline.exchange.import_store",
     "export_store": "paceline.exchange.export_store",
     "merge_stores": "paceline.housekeeping.merge_stores",

@@ -1,5 +1,6 @@
 """Where and in which dtype the arithmetic runs, when the options say `auto`."""
 
+import resource
 import time
 from pathlib import Path
 
@@ -33,8 +34,40 @@ def choose_dtype(name: str, device: torch.device, native: torch.dtype) -> torch.
         return getattr(torch, name)
     if device.type != "cpu":
         return native
-    float32, bfloat16 = _products_per_s(torch.float32), _products_per_s(torch.bfloat16)
+    float32, bfloat16 = (product_flops(device, d) for d in (torch.float32, torch.bfloat16))
     return torch.bfloat16 if bfloat16 > 1.5 * float32 else torch.float32
+
+
+def product_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP per second of large matrix products on this machine, timed for a quarter of a second."""
+    size = 8192 if device.type == "cuda" else 1024
+    a = torch.randn(size, size, device=device).to(dtype)
+
+    def product() -> None:
+        a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    product()  # the first of a shape pays for set-up
+    started, count = time.perf_counter(), 0
+    while time.perf_counter() - started < _TRIAL_S:
+        product()
+        count += 1
+    return 2.0 * size**3 * count / (time.perf_counter() - started)
+
+
+def reset_peak(device: torch.device) -> None:
+    """Let `peak_bytes` of a GPU count from now on."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most memory so far: what tensors took of a GPU; of a CPU, the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Linux counts in KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def free_host_bytes() -> int | None:
@@ -49,13 +82,3 @@ def free_host_bytes() -> int | None:
 def dtype_name(dtype: torch.dtype) -> str:
     """torch.float32 -> 'float32'."""
     return str(dtype).removeprefix("torch.")
-
-
-def _products_per_s(dtype: torch.dtype) -> float:
-    a = torch.randn(1024, 1024).to(dtype)
-    a @ a  # the first product of a shape pays for set-up
-    started, count = time.perf_counter(), 0
-    while time.perf_counter() - started < _TRIAL_S:
-        a @ a
-        count += 1
-    return count / (time.perf_counter() - started)

@@ -16,10 +16,32 @@ LOG_FILE = "log.jsonl"
 @dataclass(frozen=True)
 class TrainingLog:
     """train: records of optimiser steps, ascending (`step` from 0, `loss`, `learning_rate`, `train`
-    with a list per figure, one entry a TTT step). heldout: {"step", "heldout"} of the same form."""
+    with a list per figure, one entry a TTT step). heldout: {"step", "heldout"} of the same form and
+    with `acceptance`; its `step` is how many optimiser steps were done."""
 
     train: list[dict[str, Any]]
     heldout: list[dict[str, Any]]
+
+
+def throughput(records: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Of some records of optimiser steps together, waiting counted: tokens_per_s, rows_per_s
+    (supervised rows), wait_share (of the time, waiting for data), mfu (needed arithmetic beside
+    what matrix products alone would do in the time), peak_bytes; None where a log has it not."""
+    seconds = sum(record["step_s"] for record in records)
+    is_known = all("mfu" in record for record in records)
+    worked = sum(record["mfu"] * record["step_s"] for record in records) if is_known else 0.0
+    return {
+        "tokens_per_s": sum(record["tokens"] for record in records) / seconds,
+        "rows_per_s": sum(record["rows"] for record in records) / seconds,
+        "wait_share": sum(record["wait_s"] for record in records) / seconds,
+        "mfu": worked / seconds if is_known else None,
+        "peak_bytes": max(record["peak_bytes"] for record in records) if is_known else None,
+    }
+
+
+def acceptance_of(heldout: dict[str, Any] | None) -> float | None:
+    """The acceptance length in held-out figures; None where they have none."""
+    return (heldout or {}).get("acceptance", {}).get("acceptance_length")
 
 
 def read_log(folder: str | Path) -> TrainingLog:

@@ -10,7 +10,7 @@ from paceline.artefact import COMPLETE, RUNNING, Manifest, load_manifest
 from paceline.contracts import LOCK_NAME, MANIFEST_NAME
 from paceline.errors import UsageError
 from paceline.recipe import STAGES, WatchOptions
-from paceline.runlog import read_log
+from paceline.runlog import acceptance_of, read_log, throughput
 from paceline.store.budget import num_waiting
 from paceline.store.files import receipt_numbers, receipt_path, shard_numbers, shard_path
 from paceline.store.presence import READER, look
@@ -37,7 +37,9 @@ def run(options: WatchOptions) -> dict[str, Any]:
 def snapshot(folder: Path) -> dict[str, Any]:
     """See run."""
     found = {}
-    paths = [folder, *sorted(folder.glob("*/"))] if folder.is_dir() else []
+    paths = [folder]
+    if folder.is_dir() and not (folder / MANIFEST_NAME).is_file():
+        paths = sorted(folder.glob("*/"))
     for path in paths:
         if (path / MANIFEST_NAME).is_file():
             manifest = load_manifest(path)
@@ -111,7 +113,8 @@ def _trained(folder: Path, manifest: Manifest) -> dict[str, Any]:
         "planned_steps": manifest.result.get("steps"),
         "loss": [record["loss"] for record in log.train],
         "acceptance_rate": [record["train"]["acceptance_rate"][0] for record in log.train],
-        "heldout_loss": [r["heldout"]["loss"] for r in log.heldout if r["heldout"]],
+        "heldout_loss": [r["heldout"]["loss"] for r in log.heldout],
+        "heldout_acceptance_length": [acceptance_of(r["heldout"]) for r in log.heldout],
     }
     recent = log.train[-_NUM_RECENT:]
     if not recent:
@@ -120,9 +123,7 @@ def _trained(folder: Path, manifest: Manifest) -> dict[str, Any]:
     left = (known["planned_steps"] or known["steps"]) - known["steps"]
     return {
         **known,
-        "tokens_per_s": sum(record["tokens"] for record in recent) / seconds,
-        "rows_per_s": sum(record["rows"] for record in recent) / seconds,
-        "wait_share": sum(record["wait_s"] for record in recent) / seconds,
+        **throughput(recent),
         "seconds_left": left * seconds / len(recent),
         "learning_rate": recent[-1]["learning_rate"],
     }

@@ -69,6 +69,7 @@ def test_every_figure_is_there(page):
         "Acceptance length by source, K = 3",
         "Loss",
         "Agreement with the target",
+        "Held-out acceptance length, K = 5",
         "Gradient norm",
         "Coverage of the supervised tokens",
         "Time per stage",
@@ -190,7 +191,6 @@ def test_a_draft_trained_for_one_step_and_without_held_out_data(tiny_run, tmp_pa
     folder = _copy(tiny_run, tmp_path, "train")
     log = folder / "train" / "log.jsonl"
     log.write_text(log.read_text().splitlines(keepends=True)[0])
-    _edit(folder, "train", lambda manifest: manifest["result"].update(heldout=None))
     page = render(gather(folder))
     assert page.count('<svg class="figure"') == 3
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from paceline.errors import TrainingError
 from paceline.recipe import TrainOptions
-from paceline.train.optimiser import OPTIMISERS, MasterAdamW
+from paceline.train.optimiser import OPTIMISERS, MasterAdamW, NotFinite
 
 
 class Model(nn.Module):
@@ -80,6 +80,19 @@ def test_a_gradient_that_is_not_finite_moves_nothing(name, value):
     with pytest.raises(TrainingError, match="no weight was moved"):
         optimiser.step(0.01)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMISERS))
+def test_a_loss_that_is_not_finite_moves_nothing_whatever_its_gradient(name):
+    model = Model()
+    optimiser = OPTIMISERS[name](model, TrainOptions(**OPTIONS))
+    before = copy.deepcopy(list(model.parameters()))
+    model(batches(1)[0]).backward()
+    optimiser.accumulate()
+    with pytest.raises(NotFinite, match="loss is inf: no weight was moved"):
+        optimiser.step(0.01, torch.tensor(float("inf")))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+    optimiser.check()
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMISERS))

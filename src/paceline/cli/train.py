@@ -18,6 +18,10 @@ def show(result: dict[str, Any], console: Console) -> None:
         ("draft", f"{draft['num_layers']} layer(s), width {draft['hidden_size']}"),
         ("reads layers k", ", ".join(map(str, draft["aux_layers"]))),
     ]
+    if best := result["best"]:
+        length = f"{best['acceptance_length']:.2f} (K = {best['num_draft_tokens']})"
+        pairs.append(("best held-out acceptance length", f"{length} after step {best['step']}"))
+    pairs.append(("the result is the draft of step", count(result["draft_step"])))
     console.print(facts("Draft", pairs))
     if heldout := result["heldout"]:
         show_heldout(heldout, console)
@@ -38,6 +42,13 @@ def show_heldout(heldout: dict[str, Any], console: Console) -> None:
         for j, (kl, top, overlap, n) in enumerate(steps)
     ]
     console.print(table("", columns, rows))
+    acceptance = heldout["acceptance"]
+    if acceptance["acceptance_length"] is not None:
+        about = f"{count(acceptance['conversations'])} held-out conversations"
+        console.print(
+            f"acceptance length {acceptance['acceptance_length']:.2f} at K = "
+            f"{acceptance['num_draft_tokens']} on {about}"
+        )
 
 
 COMMAND = Command("train", TrainOptions, "paceline.train", show)

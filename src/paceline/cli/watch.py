@@ -68,6 +68,8 @@ def _trained(stage: dict[str, Any]) -> list[tuple[str, str]]:
     pairs += [
         ("tokens/s", f"{count(stage['tokens_per_s'])}, rows/s {count(stage['rows_per_s'])}"),
         ("waiting for data", share(stage["wait_share"])),
+        ("needed arithmetic, of matrix products", share(stage["mfu"])),
+        ("peak memory", size_text(stage["peak_bytes"]) if stage["peak_bytes"] else "n/a"),
         ("left", f"{count(stage['seconds_left'])} s"),
         ("learning rate", f"{stage['learning_rate']:.2e}"),
     ]
@@ -75,6 +77,7 @@ def _trained(stage: dict[str, Any]) -> list[tuple[str, str]]:
         "loss": stage["loss"],
         "sum of min(p, q), step 0": stage["acceptance_rate"],
         "held-out loss": stage["heldout_loss"],
+        "held-out acceptance length": stage["heldout_acceptance_length"],
     }
     for name, values in curves.items():
         known = [value for value in values if value is not None]

@@ -23,17 +23,26 @@ _EMBEDDING = "embed_tokens.weight"
 
 def draft_tensors(draft: Draft) -> dict[str, torch.Tensor]:
     """The draft's own tensors, on the CPU; a shared embedding left out."""
-    return {
-        name: tensor.detach().cpu().contiguous()
-        for name, tensor in draft.state_dict().items()
-        if name != _EMBEDDING or not draft.config.shares_embedding
-    }
+    return {name: tensor.cpu().contiguous() for name, tensor in own_state(draft).items()}
+
+
+def own_state(draft: Draft) -> dict[str, torch.Tensor]:
+    """The draft's own tensors as they are, without a shared embedding; they share its memory."""
+    state = {name: tensor.detach() for name, tensor in draft.state_dict().items()}
+    if draft.config.shares_embedding:
+        del state[_EMBEDDING]
+    return state
 
 
 def save_draft(folder: Path, draft: Draft) -> None:
     """Write the draft's shape and weights; each file appears whole or not at all."""
-    write_json(folder / CONFIG_FILE, draft.config.to_dict())
-    write_atomically(folder / WEIGHTS_FILE, save(draft_tensors(draft)))
+    write_draft(folder, draft.config, draft_tensors(draft))
+
+
+def write_draft(folder: Path, config: DraftConfig, tensors: dict[str, torch.Tensor]) -> None:
+    """As save_draft, from tensors that are on the CPU."""
+    write_json(folder / CONFIG_FILE, config.to_dict())
+    write_atomically(folder / WEIGHTS_FILE, save(tensors))
 
 
 def load_draft(folder: Path, target: Target, dtype: torch.dtype = torch.float32) -> Draft:

@@ -10,7 +10,7 @@ import torch
 
 from paceline.artefact import write_json
 from paceline.contracts import HELDOUT_SPLIT, TRAIN_SPLIT
-from paceline.device import choose_device, choose_dtype
+from paceline.device import choose_device, choose_dtype, product_flops
 from paceline.errors import TargetError, UsageError
 from paceline.plan.data import DataSample, sample_data
 from paceline.plan.measure import measure, measure_answers
@@ -36,7 +36,6 @@ from paceline.plan.times import (
     extract_time,
     generate_time,
     prepare_time,
-    product_flops,
     train_steps,
     train_time,
 )
@@ -142,7 +141,7 @@ def _setting(options: PlanOptions, recipe: Recipe, shape: TargetShape) -> Settin
             "FLOP per second (an H200 reaches 7e14 in bfloat16, an H100 6e14, an A100 2.5e14)"
         )
     flops = {
-        dtype: options.flops or product_flops(device, dtype)
+        dtype: options.flops or product_flops(torch.device(device), getattr(torch, dtype))
         for dtype in {extract_dtype, train_dtype}
     }
     return Setting(device, extract_dtype, train_dtype, flops[extract_dtype], flops[train_dtype])

@@ -158,13 +158,15 @@ def train_footprint(options: TrainOptions, draft: DraftShape, steps: int) -> Foo
     state = draft.state_bytes(options.optimiser)
     kept = min(_CHECKPOINTS_KEPT, (steps - 1) // options.checkpoint_every)
     log = steps // options.log_every * _LOG_RECORD_BYTES
-    size = draft.own_bytes + kept * state + log + _SMALL_BYTES
-    peak = size + (state if kept else 0)
+    # The best draft has a folder of its own.
+    drafts = 2 if options.eval_every else 1
+    size = drafts * draft.own_bytes + kept * state + log + _SMALL_BYTES
+    peak = size + max(state if kept else 0, draft.own_bytes if drafts > 1 else 0)
     how = (
-        f"{draft.own_bytes:,} of weights in float32 + {kept} checkpoints x {state:,} of masters "
-        f"and moments ({draft.trained:,} trained weights; one more while it is written)"
+        f"{drafts} x {draft.own_bytes:,} of weights in float32 + {kept} checkpoints x {state:,} of "
+        f"masters and moments ({draft.trained:,} trained weights; one more while it is written)"
     )
-    return Footprint(size, peak, 4 + 2 * kept + _SMALL_FILES, how)
+    return Footprint(size, peak, 4 + 3 * (drafts - 1) + 2 * kept + _SMALL_FILES, how)
 
 
 def export_footprint(options: ExportOptions, draft: DraftShape, dtype: str) -> Footprint:

@@ -1,10 +1,7 @@
 """Seconds of each stage: from measured rates where they were measured, else from arithmetic and the
 device's rate of matrix products."""
 
-import time
 from dataclasses import dataclass
-
-import torch
 
 from paceline.contracts import HELDOUT_SPLIT, TRAIN_SPLIT
 from paceline.plan.data import DataSample
@@ -15,8 +12,6 @@ from paceline.recipe import EvaluateOptions, PlanOptions, TrainOptions
 # Shares of the rate of large matrix products that the work is taken to reach where nothing was
 # measured: estimates, so that such times are right to a factor of about two.
 EXTRACT_SHARE, TRAIN_SHARE, GENERATE_SHARE = 0.5, 0.5, 0.1
-_PRODUCT_SIZE = {"cpu": 1024, "cuda": 8192}
-_PRODUCT_S = 0.5
 # A forward pass is a third of a training step; so is a chain of as many steps.
 _FORWARD_SHARE = 1 / 3
 
@@ -45,24 +40,6 @@ class Duration:
 
     seconds: float | None
     how: str
-
-
-def product_flops(device: str, dtype: str) -> float:
-    """FLOP per second of large matrix products on this machine, timed for half a second."""
-    size = _PRODUCT_SIZE[device]
-    a = torch.randn(size, size, device=device).to(getattr(torch, dtype))
-
-    def product() -> None:
-        a @ a
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    product()  # the first of a shape pays for set-up
-    started, count = time.perf_counter(), 0
-    while time.perf_counter() - started < _PRODUCT_S:
-        product()
-        count += 1
-    return 2.0 * size**3 * count / (time.perf_counter() - started)
 
 
 def generate_time(

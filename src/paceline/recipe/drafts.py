@@ -118,13 +118,45 @@ class TrainOptions(StageOptions, TargetOptions, CacheOptions):
     checkpoint_every: int = opt(200, "Optimiser steps between checkpoints.", identity=False, ge=1)
     eval_every: int | None = opt(
         None,
-        "Optimiser steps between held-out losses; None: at the end only.",
-        identity=False,
+        "Optimiser steps between looks at held-out data (loss, acceptance length), the best draft "
+        "being kept in `best/`; None: at the end only.",
         ge=1,
+    )
+    eval_samples: int | None = opt(
+        256, "Held-out samples that are looked at, spread over the split; None: all.", ge=1
+    )
+    eval_draft_tokens: int = opt(5, "Chain length K of the held-out acceptance length.", ge=1)
+    load_best_model_at_end: bool = opt(
+        False,
+        "The result is the draft with the best held-out acceptance length, not the last one; needs "
+        "`eval_every`.",
     )
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = opt(
         [], "Where log records go besides `log.jsonl`.", identity=False
     )
+
+    def identity(self) -> dict[str, Any]:
+        """Looks at held-out data shape the result only where the best draft is chosen by them."""
+        shaping = super().identity()
+        if not self.load_best_model_at_end:
+            shaping = {name: value for name, value in shaping.items() if name not in _LOOKS}
+        return shaping
+
+    @model_validator(mode="after")
+    def _looks(self) -> Self:
+        if self.load_best_model_at_end and not self.eval_every:
+            raise ValueError("load_best_model_at_end: set eval_every, which finds the best draft")
+        return self
+
+
+_LOOKS = ("eval_every", "eval_samples", "eval_draft_tokens", "load_best_model_at_end")
+
+
+class ReplayOptions(TargetOptions):
+    """`replay`: a step that stopped a training (`nan_batch`), computed again sample by sample."""
+
+    folder: str = opt("", "Folder `nan_batch` that a training left.", positional=True)
+    device: str = opt("auto", "Device.")
 
 
 class SpeedupOptions(Options):

@@ -16,7 +16,7 @@ from paceline.report.figures import (
     line_figure,
     linear_axis,
 )
-from paceline.runlog import TrainingLog
+from paceline.runlog import TrainingLog, acceptance_of
 from paceline.units import duration_text
 
 METHOD_NAMES = {"draft": "draft", "bigram": "bigram table", "prompt_lookup": "prompt lookup"}
@@ -111,16 +111,15 @@ def acceptance_by_source(measured: dict[str, Any], length: str) -> Figure | None
     return Figure(title, line_figure(title, series, x, y))
 
 
-def training_figures(log: TrainingLog, final: dict[str, Any] | None, steps: int) -> list[Figure]:
-    """Curves of a training run; `final`: its held-out figures at the end."""
+def training_figures(log: TrainingLog) -> list[Figure]:
+    """Curves of a training run."""
     if not log.train:
         return []
     heldout = [(r["step"], r["heldout"]) for r in log.heldout]
-    if final:
-        heldout.append((steps, final))
     return [
         _loss_figure(log, heldout),
         _overlap_figure(log, heldout),
+        *_heldout_acceptance(heldout),
         _curve_figure(log, "Gradient norm", lambda r: r["grad_norm"], lambda v: f"{v:.4g}", 0.0),
     ]
 
@@ -185,6 +184,25 @@ def _overlap_figure(log: TrainingLog, heldout: list[tuple[int, dict[str, Any]]])
         series.append(Series("held out, step 0", points, 5))
     note = "mean of sum(min(p, q)) within the draft vocabulary, by TTT step"
     return _steps_figure("Agreement with the target", series, lambda v: f"{v:g}%", 0.0, note)
+
+
+def _heldout_acceptance(heldout: list[tuple[int, dict[str, Any]]]) -> list[Figure]:
+    """Acceptance length on held-out samples while training went on; nothing where it was not
+    looked at."""
+    looks = [(step, figures["acceptance"]) for step, figures in heldout if acceptance_of(figures)]
+    if not looks:
+        return []
+    points = [
+        Point(step, found["acceptance_length"], *(found["interval"] or (None, None)))
+        for step, found in looks
+    ]
+    k = looks[-1][1]["num_draft_tokens"]
+    x = linear_axis("optimiser step", [p.x for p in points], lambda v: f"{v:,.0f}", floor=0.0)
+    tops = [p.high or p.y for p in points]
+    y = linear_axis("acceptance length", tops, lambda v: f"{v:.3g}", floor=1.0)
+    title = f"Held-out acceptance length, K = {k}"
+    series = [Series("held out", points, 1)]
+    return [Figure(title, line_figure(title, series, x, y), "tokens per verify step, server-free")]
 
 
 def _curve_figure(

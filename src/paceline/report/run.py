@@ -147,7 +147,7 @@ def _training(record: RunRecord) -> dict[str, Any] | None:
         return None
     return {
         "facts": sections.draft_facts(record),
-        "figures": charts.training_figures(record.log, trained["heldout"], trained["steps"]),
+        "figures": charts.training_figures(record.log),
     }
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from paceline.report.charts import methods_of
 from paceline.report.gather import RunRecord
-from paceline.units import duration_text
+from paceline.runlog import throughput
+from paceline.units import duration_text, size_text
 
 _HEADLINE_LENGTH = 3
 _MODES = {
@@ -318,6 +319,36 @@ def draft_facts(run: RunRecord) -> list[tuple[str, str]]:
         ("optimiser steps", f"{trained['steps']:,}, of {chosen['batch_rows']:,} rows each"),
         ("training samples", f"{trained['train_samples']:,}"),
         ("arithmetic", f"{trained['dtype']} on {trained['device']}"),
+        *_speed_facts(run),
+        *_best_facts(trained),
+    ]
+
+
+def _speed_facts(run: RunRecord) -> list[tuple[str, str]]:
+    """Over all steps that were logged, waiting counted."""
+    if not run.log.train:
+        return []
+    seen = throughput(run.log.train)
+    facts = [
+        ("tokens a second", f"{seen['tokens_per_s']:,.0f}, supervised {seen['rows_per_s']:,.0f}"),
+        ("waiting for data", f"{100 * seen['wait_share']:.1f}% of the time"),
+    ]
+    if seen["mfu"] is not None:
+        facts += [
+            ("needed arithmetic (MFU)", f"{100 * seen['mfu']:.1f}% of matrix products alone"),
+            ("peak memory", size_text(seen["peak_bytes"])),
+        ]
+    return facts
+
+
+def _best_facts(trained: dict[str, Any]) -> list[tuple[str, str]]:
+    best = trained.get("best")
+    if not best:
+        return []
+    length = f"{best['acceptance_length']:.2f} at K = {best['num_draft_tokens']}"
+    return [
+        ("best held-out acceptance length", f"{length}, after step {best['step']:,}"),
+        ("the draft is that after step", f"{trained['draft_step']:,}"),
     ]
 
 

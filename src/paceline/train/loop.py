@@ -1,4 +1,4 @@
-"""The training loop: optimiser steps, logs, checkpoints, held-out figures; nothing else.
+"""The training loop: optimiser steps and what is seen of them; nothing else.
 
 One optimiser step reads top to bottom in `Trainer.step`. Legend: S TTT steps.
 """
@@ -7,20 +7,20 @@ import json
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.contracts import HELDOUT_SPLIT
-from paceline.draft.batch import PackedBatch, from_packed
+from paceline.draft.batch import PackedBatch
 from paceline.draft.losses import StepSums, Teacher
 from paceline.draft.model import Draft
 from paceline.errors import TrainingError
 from paceline.recipe import TrainOptions
-from paceline.store import Follower, PackedReader, Store
+from paceline.store import Follower, Store
 from paceline.train.batches import Step, StepPlan
+from paceline.train.flops import needed_flops
 from paceline.train.optimiser import MasterAdamW
 from paceline.train.parallel import Alone
 from paceline.train.ranks import Ranks
@@ -32,9 +32,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Trainer:
-    """Everything that one run moves. total_steps: optimiser steps of the whole run."""
+    """Everything that one run moves. frozen: weights that it does not, float32 on the CPU.
+    total_steps: optimiser steps of the whole run. in_doubt: the step that the optimiser was given
+    last, the one to blame where it finds what is not finite."""
 
     draft: Draft
+    frozen: dict[str, torch.Tensor]
     teacher: Teacher
     optimiser: MasterAdamW
     store: Store | Follower
@@ -44,6 +47,7 @@ class Trainer:
     dtype: torch.dtype
     ranks: Ranks
     parallel: Alone
+    in_doubt: Step | None = field(init=False, default=None)
 
     def ttt_steps(self, step: int) -> int:
         """TTT steps at an optimiser step: one during the warm-up share, then all."""
@@ -62,7 +66,7 @@ class Trainer:
         step, num_rows = read.step.number, read.step.num_rows
         if not num_rows:
             raise TrainingError(f"optimiser step {step} has no supervised row")
-        total, sums, num_tokens = 0.0, None, 0
+        total, sums, num_tokens, flops = 0.0, None, 0, 0.0
         for batch, is_last in read.batches():
             loss, step_sums = self.loss(batch, self.ttt_steps(step), num_rows)
             self.parallel.backward(loss, is_last)
@@ -70,6 +74,7 @@ class Trainer:
             total = total + loss.detach()
             sums = step_sums if sums is None else sums.add(step_sums)
             num_tokens += len(batch.positions)
+            flops += self.needed_flops(batch, self.ttt_steps(step))
         rate = learning_rate(
             step,
             self.total_steps,
@@ -78,7 +83,9 @@ class Trainer:
             self.options.schedule,
             self.options.min_lr_ratio,
         )
-        norm = self.optimiser.step(rate)
+        self.optimiser.check()  # of the step before: what a GPU made of it is known only now
+        self.in_doubt = read.step
+        norm = self.optimiser.step(rate, total)
         return {
             "step": step,
             "loss": total,
@@ -87,9 +94,21 @@ class Trainer:
             "grad_norm": norm,
             "rows": num_rows,
             "tokens": num_tokens,
+            "needed_flops": flops,
             "step_s": time.perf_counter() - read.began,
             "wait_s": read.wait_s,
         }
+
+    def needed_flops(self, batch: PackedBatch, num_steps: int) -> float:
+        """Of a micro-batch with this draft and teacher; see `flops`."""
+        config, is_whole = self.draft.config, self.teacher.columns is not None
+        return needed_flops(
+            config,
+            batch,
+            num_steps,
+            trains_head=self.draft.lm_head.weight.requires_grad,
+            teacher_width=config.vocab_size if is_whole else config.draft_vocab_size,
+        )
 
     def loss(
         self, batch: PackedBatch, num_steps: int, num_rows: int
@@ -105,31 +124,19 @@ class Trainer:
             self.options.loss,
         )
 
-    @torch.no_grad()
-    def heldout(self) -> dict[str, Any] | None:
-        """Loss and per-step figures on held-out samples; None where there are none."""
-        samples = self.store.split(HELDOUT_SPLIT).tolist()
-        if not samples:
-            return None
-        sums = torch.zeros(5, self.options.ttt_steps, device=self.ranks.device)
-        with self.parallel.whole_draft():
-            groups = self.plan.groups(samples)
-            for packed in PackedReader(self.store, groups, device=self.ranks.device):
-                _, step_sums = self.loss(from_packed(packed), self.options.ttt_steps, 1)
-                sums += step_sums.stacked()
-        return figures(StepSums(*self.ranks.sum(sums)), self.options.step_decay)
-
 
 def over_ranks(record: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """A step's record with the sums of all ranks and the longest wait. All ranks enter."""
     sums = record["sums"].stacked()
-    more = torch.tensor([float(record["loss"]), record["tokens"]], dtype=torch.float64)
-    loss, tokens = ranks.sum(more.to(sums.device)).tolist()
+    more = [float(record["loss"]), record["tokens"], record["needed_flops"]]
+    more = torch.tensor(more, dtype=torch.float64).to(sums.device)
+    loss, tokens, flops = ranks.sum(more).tolist()
     return {
         **record,
         "sums": StepSums(*ranks.sum(sums)),
         "loss": loss,
         "tokens": int(tokens),
+        "needed_flops": flops,
         "wait_s": ranks.largest(record["wait_s"]),
     }
 

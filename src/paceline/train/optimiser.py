@@ -1,6 +1,8 @@
 """AdamW, or Muon for the matrices of the layers, on float32 weights, whatever dtype the arithmetic
 has."""
 
+import math
+
 import torch
 from torch import nn
 
@@ -8,6 +10,16 @@ from paceline.errors import TrainingError
 from paceline.ops.adamw import AdamWStep, adamw_
 from paceline.recipe import TrainOptions
 from paceline.train.parallel import Alone, fill_, local
+
+
+class NotFinite(TrainingError):
+    """A step that moved no weight: its gradient norm, or its loss where that was given, is not
+    finite. loss: this rank's part."""
+
+    def __init__(self, norm: float, loss: float | None = None) -> None:
+        self.norm, self.loss = norm, loss
+        seen = f"gradient norm is {norm}" + ("" if loss is None else f", loss is {loss}")
+        super().__init__(f"{seen}: no weight was moved by this step")
 
 
 class MasterAdamW:
@@ -34,7 +46,7 @@ class MasterAdamW:
         }
         self._num_steps = 0
         self._gradients: dict[str, torch.Tensor] = {}
-        self._last_norm: _Norm | None = None
+        self._last: _OnItsWay | None = None
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -48,19 +60,22 @@ class MasterAdamW:
             self._gradients[name] = new if total is None else total.float().add_(new)
 
     @torch.no_grad()
-    def step(self, learning_rate: float) -> torch.Tensor:
+    def step(self, learning_rate: float, loss: torch.Tensor | None = None) -> torch.Tensor:
         """Clip, move the masters, copy them back. Returns the gradient norm before clipping, a
         float32 scalar on the device.
 
-        Where it is not finite no weight moves, and TrainingError is raised: at once on the CPU; on
-        a GPU by the next call, since asking now would make the GPU wait for the host.
+        Where it, or the loss that it comes from, is not finite no weight moves, and NotFinite is
+        raised, on all ranks: at once on the CPU; on a GPU by the next call, or by `check`, since
+        asking now would make the GPU wait for the host.
         """
-        self._check_norm()
+        self.check()
+        if loss is not None:
+            self._spoil(loss)
         gradients, self._gradients = self._parallel.summed(self._gradients), {}
         norm = self._parallel.norm(gradients)
-        self._last_norm = _Norm(norm)
-        if not norm.is_cuda:
-            self._check_norm()
+        seen = norm[None] if loss is None else torch.stack([norm, loss.detach().float()])
+        self._last = _OnItsWay(seen)
+        self._check_early()
         # Not a number where the norm is none, or is infinite.
         scale = norm * 0 + (self._options.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         self._num_steps += 1
@@ -69,7 +84,7 @@ class MasterAdamW:
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Masters and moments by name, for a checkpoint; what ranks split is a DTensor."""
-        self._check_norm()
+        self.check()
         tensors = {f"master.{name}": master.detach() for name, master in self.masters.items()}
         for name, (first, second) in self._moments.items():
             state = (torch.tensor(self._num_steps), first, second)
@@ -111,12 +126,22 @@ class MasterAdamW:
             moments = map(local, self._moments[name])
             adamw_(local(master), gradients[name], *moments, copy, scale, how)
 
-    def _check_norm(self) -> None:
-        last, self._last_norm = self._last_norm, None
-        if last is not None and not last.value() < float("inf"):
-            raise TrainingError(
-                f"gradient norm is {last.value()}: no weight was moved by this step"
-            )
+    def check(self) -> None:
+        """Raises NotFinite where the last step moved no weight. Asks the device once a step."""
+        last, self._last = self._last, None
+        if last is not None and not math.isfinite(last.values()[0]):
+            raise NotFinite(*last.values())
+
+    def _check_early(self) -> None:
+        """Where asking costs no wait."""
+        if self._last is not None and not self._last.comes_late:
+            self.check()
+
+    def _spoil(self, loss: torch.Tensor) -> None:
+        """A loss that is not finite may have finite gradients; then one of them gets its share, and
+        the norm, which is that of all ranks, says it to all."""
+        shares = (local(gradient) for gradient in self._gradients.values())
+        min((s for s in shares if s.numel()), key=torch.Tensor.numel).add_(loss.detach() * 0)
 
     def _copy_back(self, name: str) -> None:
         if self._trained[name] is not self.masters[name]:
@@ -159,7 +184,7 @@ class MasterMuon(MasterAdamW):
         self, gradients: dict[str, torch.Tensor], scale: torch.Tensor, learning_rate: float
     ) -> None:
         # Momentum moves weights whatever the scale is, so this one has to wait and see.
-        self._check_norm()
+        self.check()
         super()._move(gradients, scale, learning_rate)
         for name in self._by_muon.keys() & gradients.keys():
             self._by_muon[name].grad = gradients[name].float() * scale
@@ -177,22 +202,23 @@ class MasterMuon(MasterAdamW):
         return state["momentum_buffer"]
 
 
-class _Norm:
-    """A norm on its way from the device."""
+class _OnItsWay:
+    """A few numbers on their way from the device."""
 
-    def __init__(self, norm: torch.Tensor) -> None:
-        self._host, self._copied = norm, None
-        if norm.is_cuda:
-            self._host = torch.empty((), pin_memory=True)
-            self._host.copy_(norm, non_blocking=True)
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._host, self._copied = numbers, None
+        self.comes_late = numbers.is_cuda
+        if self.comes_late:
+            self._host = torch.empty(len(numbers), pin_memory=True)
+            self._host.copy_(numbers, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
 
-    def value(self) -> float:
-        """Waits for the step that made it, not for what was queued after it."""
+    def values(self) -> list[float]:
+        """Waits for the step that made them, not for what was queued after it."""
         if self._copied is not None:
             self._copied.synchronize()
-        return float(self._host)
+        return self._host.tolist()
 
 
 OPTIMISERS: dict[str, type[MasterAdamW]] = {"adamw": MasterAdamW, "muon": MasterMuon}

@@ -71,6 +71,15 @@ class Ranks:
         dist.all_reduce(box, dist.ReduceOp.MAX)
         return float(box)
 
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks in their order, on all ranks. Plain values only."""
+        if self.count == 1:
+            return [value]
+        self.check()
+        box: list[Any] = [None] * self.count
+        dist.all_gather_object(box, value)
+        return box
+
     def check(self) -> None:
         """Raises RankError where another rank has failed: nothing that a collective gave since then
         is to be believed."""

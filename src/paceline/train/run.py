@@ -11,29 +11,29 @@ import torch
 
 from paceline import fingerprint
 from paceline.artefact import StageFolder, describe_input, load_finished, open_stage, write_json
-from paceline.device import choose_dtype, dtype_name
-from paceline.draft.checkpoint import WEIGHTS_FILE, build_draft, save_draft
+from paceline.device import choose_dtype, dtype_name, product_flops, reset_peak
+from paceline.draft.checkpoint import WEIGHTS_FILE, write_draft
 from paceline.draft.config import DraftConfig, draft_config
-from paceline.draft.losses import Teacher
 from paceline.draft.model import Draft
-from paceline.draft.objectives import OBJECTIVES
 from paceline.errors import FingerprintMismatch, UsageError
 from paceline.forms.source import open_draft
 from paceline.recipe import TrainOptions
 from paceline.store import Follower, Store
-from paceline.target.model import TeacherHead
 from paceline.target.spec import Target, open_target
 from paceline.train.balance import RankShare
 from paceline.train.batches import StepPlan
+from paceline.train.best import BestDraft
 from paceline.train.checkpoint import load_checkpoint
 from paceline.train.loop import Trainer
 from paceline.train.optimiser import OPTIMISERS
-from paceline.train.parallel import share_draft, whole
+from paceline.train.parallel import share_draft
 from paceline.train.ranks import Ranks, open_ranks
 from paceline.train.session import Session
 from paceline.train.source import leave, open_store, plan_of
 from paceline.train.start import earlier_draft, new_draft
+from paceline.train.teacher import open_teacher
 from paceline.train.trackers import open_trackers
+from paceline.train.weights import frozen_weights, kept_tensors, round_weights
 from paceline.vocab import DraftVocabulary, load_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -119,41 +119,58 @@ def _train(
     draft = earlier
     if draft is None:
         draft = _new_draft(options, config, start, vocabulary, target)
-    head = draft.lm_head.weight.detach().clone()
     trainer = _build(options, ranks, store, plan, total_steps, draft, vocabulary, target, dtype)
     next_step = load_checkpoint(folder, trainer.optimiser, ranks)
+    products = product_flops(ranks.device, dtype)
+    reset_peak(ranks.device)
     logger.info(
-        "train: %d optimiser steps of %d rows (from step %d), %s on %s, %.1f M trained weights",
+        "train: %d optimiser steps of %d rows (from step %d), %s on %s (%.3g TFLOP/s in matrix "
+        "products), %.1f M trained weights",
         trainer.total_steps,
         options.batch_rows,
         next_step,
         dtype_name(dtype),
         f"{ranks.count} ranks ({options.parallel})" if ranks.count > 1 else ranks.device,
+        products / 1e12,
         sum(p.numel() for p in trainer.optimiser.masters.values()) / 1e6,
     )
-    shown = options.trackers if ranks.is_first else []
-    with open_trackers(shown, folder, options.model_dump(mode="json"), next_step) as tell:
-        session = Session(trainer, folder, next_step, tell)
-        session.run()
-    final = trainer.heldout()
-    draft = _float32_draft(trainer)
-    if stage is None:
-        return
-    if not options.train_head:
-        # The arithmetic's copy is rounded; the frozen one is kept as it was.
-        draft.lm_head.weight.data.copy_(head)
-    save_draft(folder, draft)
-    result = {
+    about = {
         "target": asdict(target.reference),
-        "draft": draft.config.to_dict(),
-        "steps": session.next_step,
+        "draft": config.to_dict(),
         "dtype": dtype_name(dtype),
         "device": str(ranks.device),
         "ranks": ranks.count,
-        "heldout": final,
-        "train_samples": plan.num_samples(),
     }
-    stage.finish(result, content=fingerprint.of_file(folder / WEIGHTS_FILE))
+    best = BestDraft(folder, stage, about)
+    shown = options.trackers if ranks.is_first else []
+    with open_trackers(shown, folder, options.model_dump(mode="json"), next_step) as tell:
+        session = Session(trainer, folder, next_step, products, best, tell)
+        session.run()
+    tensors = kept_tensors(trainer)
+    if stage is not None:
+        _finish(stage, trainer, session, tensors)
+
+
+def _finish(
+    stage: StageFolder, trainer: Trainer, session: Session, tensors: dict[str, torch.Tensor]
+) -> None:
+    """Leave the draft that is the result: the last one, or the best one where that is asked for."""
+    best = session.best
+    about = {**best.about, "train_samples": trainer.plan.num_samples()}
+    result = {
+        **about,
+        "steps": session.next_step,
+        "draft_step": session.next_step,
+        "heldout": session.heldout,
+        "best": None,
+    }
+    if found := best.result() if trainer.options.eval_every else None:
+        result["best"] = {"step": found["steps"], **found["heldout"]["acceptance"]}
+        if trainer.options.load_best_model_at_end:
+            result |= {"draft_step": found["steps"], "heldout": found["heldout"]}
+            tensors = best.tensors()
+    write_draft(stage.path, trainer.draft.config, tensors)
+    stage.finish(result, content=fingerprint.of_file(stage.path / WEIGHTS_FILE))
 
 
 def _start(
@@ -203,13 +220,15 @@ def _build(
 ) -> Trainer:
     draft.to(ranks.device)
     draft.lm_head.requires_grad_(options.train_head)
-    for module in draft.children():
-        module.to(dtype)
-    draft.train()
+    frozen = frozen_weights(draft)
+    round_weights(draft, dtype).train()
     parallel = share_draft(draft, ranks, options.parallel, options.optimiser)
     return Trainer(
         draft=draft,
-        teacher=_teacher(options, store, vocabulary, target, dtype, ranks.device),
+        frozen=frozen,
+        teacher=open_teacher(
+            options.loss, store.spec.last_is_normed, vocabulary, target, dtype, ranks.device
+        ),
         optimiser=OPTIMISERS[options.optimiser](draft, options, parallel),
         store=store,
         plan=plan,
@@ -221,32 +240,8 @@ def _build(
     )
 
 
-def _teacher(
-    options: TrainOptions,
-    store: Store | Follower,
-    vocabulary: DraftVocabulary,
-    target: Target,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Teacher:
-    """Logits over the draft vocabulary, or of all ids where the loss needs the whole softmax."""
-    columns = torch.from_numpy(vocabulary.selected)
-    whole = OBJECTIVES[options.loss].whole_softmax and len(columns) < target.vocab_size
-    rows = None if whole else columns
-    head = TeacherHead(target, dtype, device, rows=rows, is_normed=store.spec.last_is_normed)
-    return Teacher(head, columns.to(device) if whole else None)
-
-
 def aux_rms(plan: StepPlan) -> torch.Tensor:
     """Median RMS of the rows of each auxiliary state over the first samples, float32 [A]."""
     samples = plan.first_samples(_AUX_RMS_SAMPLES)
     rows = torch.cat([plan.store.read(i).aux for i in samples]).float()
     return rows.pow(2).mean(-1).sqrt().median(0).values
-
-
-def _float32_draft(trainer: Trainer) -> Draft:
-    """The trained draft from the float32 masters, on the CPU. All ranks enter."""
-    trained = {n: whole(m).detach().cpu() for n, m in trainer.optimiser.masters.items()}
-    rest = trainer.draft.state_dict().items()
-    tensors = trained | {n: tensor.cpu() for n, tensor in rest if n not in trained}
-    return build_draft(trainer.draft.config, tensors, torch.float32, "the trained draft")

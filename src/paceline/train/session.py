@@ -7,11 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.device import peak_bytes
 from paceline.errors import StreamError, TrainingError
 from paceline.progress import progress_bar
 from paceline.runlog import LOG_FILE
+from paceline.train.best import BestDraft
 from paceline.train.checkpoint import save_checkpoint
+from paceline.train.heldout import choose_samples, heldout_figures
 from paceline.train.loop import Trainer, append_record, figures, over_ranks
+from paceline.train.nan_batch import keep_step
+from paceline.train.optimiser import NotFinite
 
 logger = logging.getLogger(__name__)
 
@@ -20,14 +25,19 @@ logger = logging.getLogger(__name__)
 class Session:
     """One run of a trainer from step `start` on, in the folder of its stage.
 
-    tell: is given every record of the log too. next_step: the optimiser step that has not been done
-    yet.
+    product_flops: what a device reaches in large matrix products, FLOP per second. best: is offered
+    the draft at every look at held-out data, where such are made on the way. tell: is given every
+    record of the log too. next_step: the optimiser step that has not been done yet. heldout: the
+    figures of the last look.
     """
 
     trainer: Trainer
     folder: Path
     start: int
+    product_flops: float
+    best: BestDraft
     tell: Callable[[dict[str, Any]], None]
+    heldout: dict[str, Any] | None = field(init=False, default=None)
     next_step: int = field(init=False)
     _saved: int = field(init=False)
     _began: float = field(init=False)
@@ -37,7 +47,17 @@ class Session:
         self._began = time.perf_counter()
 
     def run(self) -> None:
-        """Train to the end. A stream whose other side is lost leaves a checkpoint."""
+        """Train to the end. A stream whose other side is lost leaves a checkpoint, a step that is
+        not finite itself (see `nan_batch`)."""
+        try:
+            self._run()
+            self.trainer.optimiser.check()
+        except NotFinite as found:
+            told = keep_step(self.folder, self.trainer, self.best.about, found)
+            raise TrainingError(told) from found
+        self._look()
+
+    def _run(self) -> None:
         total, ranks = self.trainer.total_steps, self.trainer.ranks
         try:
             with progress_bar("train", total - self.start, "step", ranks.is_first) as bar:
@@ -65,13 +85,40 @@ class Session:
         options, note = self.trainer.options, ""
         is_last = self.next_step == self.trainer.total_steps
         if self.next_step % options.log_every == 0 or is_last:
-            record = over_ranks(record, self.trainer.ranks)
-            line = _plain_record(record, options.step_decay, time.perf_counter() - self._began)
+            self.trainer.optimiser.check()  # the log reads from the device anyway
+            line = self._plain(over_ranks(record, self.trainer.ranks))
             self._write(line)
             note = f"loss {line['loss']:.3f}"
         if options.eval_every and self._is_time(options.eval_every):
-            self._write({"step": self.next_step, "heldout": self.trainer.heldout()})
+            self._look()
         return note
+
+    def _look(self) -> None:
+        """Held-out figures of the draft as it is now."""
+        trainer, options = self.trainer, self.trainer.options
+        choose = lambda: choose_samples(trainer.store, self.folder, options.eval_samples)
+        samples = trainer.ranks.from_first(choose)
+        self.heldout = heldout_figures(trainer, samples, options.eval_draft_tokens)
+        if self.heldout is None:
+            return
+        self._write({"step": self.next_step, "heldout": self.heldout})
+        if options.eval_every:
+            self.best.offer(trainer, self.next_step, self.heldout)
+
+    def _plain(self, record: dict[str, Any]) -> dict[str, Any]:
+        """A step's record as the log has it. All ranks enter."""
+        sums, seconds, ranks = record.pop("sums"), record["step_s"], self.trainer.ranks
+        return {
+            **record,
+            "tokens_per_s": record["tokens"] / seconds,
+            "rows_per_s": record["rows"] / seconds,
+            "mfu": record["needed_flops"] / seconds / (ranks.count * self.product_flops),
+            "peak_bytes": int(ranks.largest(peak_bytes(ranks.device))),
+            "loss": float(record["loss"]),
+            "grad_norm": float(record["grad_norm"]),
+            "elapsed_s": time.perf_counter() - self._began,
+            "train": figures(sums, self.trainer.options.step_decay),
+        }
 
     def _write(self, record: dict[str, Any]) -> None:
         self.trainer.ranks.check()
@@ -99,16 +146,3 @@ class Session:
             trainer = self.trainer
             save_checkpoint(self.folder, self.next_step, trainer.optimiser, trainer.ranks)
             self._saved = self.next_step
-
-
-def _plain_record(record: dict[str, Any], step_decay: float, elapsed_s: float) -> dict[str, Any]:
-    seen = figures(record.pop("sums"), step_decay)
-    loss = float(record["loss"])
-    if not loss == loss:
-        raise TrainingError(f"loss is {loss} at optimiser step {record['step']}")
-    speed = {
-        "tokens_per_s": record["tokens"] / record["step_s"],
-        "rows_per_s": record["rows"] / record["step_s"],
-    }
-    read = {"loss": loss, "grad_norm": float(record["grad_norm"])}
-    return {**record, **speed, **read, "elapsed_s": elapsed_s, "train": seen}

@@ -1,0 +1,91 @@
+"""The best draft of a run so far, by held-out acceptance length.
+
+It is a finished folder of `train` inside the run's own, so that it can be evaluated, exported or
+trained further like any other, also while the run goes on.
+"""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from paceline import fingerprint
+from paceline.artefact import StageFolder, fsync_folder, load_finished
+from paceline.contracts import MANIFEST_NAME
+from paceline.draft.checkpoint import WEIGHTS_FILE, write_draft
+from paceline.runlog import acceptance_of
+from paceline.train.loop import Trainer
+from paceline.train.weights import kept_tensors
+
+FOLDER = "best"
+
+
+@dataclass(frozen=True)
+class BestDraft:
+    """Of the run in `run_folder`. stage: of the first rank; the others touch nothing there. about:
+    what all drafts of the run have in common in a manifest's result."""
+
+    run_folder: Path
+    stage: StageFolder | None
+    about: dict[str, Any]
+
+    @property
+    def folder(self) -> Path:
+        return self.run_folder / FOLDER
+
+    def result(self) -> dict[str, Any] | None:
+        """What the manifest of the best draft says; None where none is kept."""
+        self._mend()
+        if not (self.folder / MANIFEST_NAME).is_file():
+            return None
+        return load_finished(self.folder, "train").result
+
+    def offer(self, trainer: Trainer, steps: int, heldout: dict[str, Any]) -> None:
+        """Keep the trainer's draft, after so many optimiser steps, if it is better than all before
+        it. All ranks enter."""
+        if trainer.ranks.from_first(lambda: self.is_better(heldout)):
+            tensors = kept_tensors(trainer)
+            trainer.ranks.from_first(lambda: self._keep(trainer, steps, heldout, tensors))
+
+    def is_better(self, heldout: dict[str, Any]) -> bool:
+        """Than what is kept, by acceptance length."""
+        new, known = acceptance_of(heldout), self.result()
+        old = acceptance_of(known["heldout"]) if known else None
+        return new is not None and (old is None or new > old)
+
+    def _keep(
+        self,
+        trainer: Trainer,
+        steps: int,
+        heldout: dict[str, Any],
+        tensors: dict[str, torch.Tensor],
+    ) -> None:
+        aside = self.folder.with_name(f".{FOLDER}.tmp")
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        write_draft(aside, trainer.draft.config, tensors)
+        result = {**self.about, "steps": steps, "heldout": heldout}
+        content = fingerprint.of_file(aside / WEIGHTS_FILE)
+        StageFolder(aside, self.stage.manifest, resumed=False).finish(result, content)
+        if self.folder.exists():
+            os.replace(self.folder, self._before)
+        os.replace(aside, self.folder)
+        fsync_folder(self.run_folder)
+        shutil.rmtree(self._before, ignore_errors=True)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return load_file(self.folder / WEIGHTS_FILE)
+
+    @property
+    def _before(self) -> Path:
+        return self.folder.with_name(f".{FOLDER}-before.tmp")
+
+    def _mend(self) -> None:
+        """A kill between two renames leaves the one before alone."""
+        if not self.folder.exists() and self._before.exists():
+            os.replace(self._before, self.folder)
+        shutil.rmtree(self._before, ignore_errors=True)
