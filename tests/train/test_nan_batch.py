@@ -2,8 +2,6 @@
 store, a real divergence."""
 
 import json
-import math
-import struct
 
 import pytest
 import torch
@@ -12,34 +10,18 @@ from safetensors.torch import load_file
 import paceline
 from paceline.cli.replay import show
 from paceline.errors import TrainingError, UsageError
-from paceline.recipe import TrainOptions
 from paceline.store import Store
 from paceline.train import optimiser
-from paceline.train.source import plan_of
 from tests.cli.consoles import text_console
 
 from ..lines import TINY_LAYERS, extracted, trained
-
-LAYER, WIDTH = 1, 32
+from .poison import LAYER, poison, samples_of_steps
 
 
 @pytest.fixture
 def line(tmp_path):
     extracted(tmp_path)
     return tmp_path
-
-
-def poison(store, index):
-    """One value of one row of one auxiliary state of a sample, in the file."""
-    record = store.records[index]
-    shard = store.shard(record.shard)
-    row = int(shard.offsets[record.position, 1]) + 1
-    with open(shard.path, "r+b") as file:
-        (size,) = struct.unpack("<Q", file.read(8))
-        start = json.loads(file.read(size))["aux"]["data_offsets"][0]
-        file.seek(8 + size + start + 4 * WIDTH * (row * len(TINY_LAYERS) + LAYER))
-        file.write(struct.pack("<f", math.nan))
-    return record.sample_id, shard.path
 
 
 def stopped(line, **options):
@@ -117,13 +99,6 @@ def test_the_guilty_step_is_kept_where_it_is_found_a_step_later(line, monkeypatc
     kept = load_file(line / "draft" / "nan_batch" / "draft.safetensors")
     before = masters(line / "clean" / "checkpoints" / f"{guilty:08d}")
     assert all(torch.equal(kept[name], weight) for name, weight in before.items())
-
-
-def samples_of_steps(store):
-    """Store indices of each optimiser step of `trained` over one epoch."""
-    options = TrainOptions(batch_rows=60, micro_batch_tokens=128)
-    plan, total = plan_of(options, store)
-    return [[i for group in step.groups for i in group] for step in plan.steps(0, total)]
 
 
 def test_a_folder_without_a_step(tmp_path):

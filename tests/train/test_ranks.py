@@ -10,6 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import paceline
+from paceline.artefact import load_finished
+from paceline.store import Store
 from paceline.train.balance import divide
 from paceline.train.ranks import Ranks
 from paceline.vocab import load_vocabulary
@@ -19,6 +22,7 @@ from ..draft.tiny import shape_of, tiny_config, tiny_draft, weights_of
 from ..lines import extracted, trained
 from . import rank_work
 from .launch import run_ranks
+from .poison import poison, samples_of_steps
 
 WAYS = ("ddp", "fsdp2")
 
@@ -36,6 +40,12 @@ def curve(folder):
     keys = ("loss", "grad_norm", "learning_rate", "rows", "tokens")
     found = {r["step"]: [*(r[k] for k in keys), *r["train"]["kl"]] for r in lines if "loss" in r}
     return [found[step] for step in sorted(found)]
+
+
+def looks(folder):
+    """What was seen of held-out data, by optimiser steps done."""
+    lines = [json.loads(text) for text in (folder / "log.jsonl").read_text().splitlines()]
+    return {r["step"]: r["heldout"] for r in lines if "heldout" in r}
 
 
 def assert_close(given, expected, tolerance):
@@ -76,7 +86,7 @@ def test_gradients_of_ranks_are_those_of_one_rank_and_of_the_oracle(tmp_path):
 
 @pytest.mark.parametrize("how", WAYS)
 def test_T08_a_run_on_two_ranks_is_that_of_one_and_its_checkpoints_are_whole(line, tmp_path, how):
-    options = {"parallel": how, "checkpoint_every": 3, "micro_batch_tokens": 40}
+    options = {"parallel": how, "checkpoint_every": 3, "micro_batch_tokens": 40, "eval_every": 4}
     trained(line, str(tmp_path / "one"), **options)
     two = tmp_path / "two"
     # Rank 1 fails where it writes anything into the folder.
@@ -85,6 +95,13 @@ def test_T08_a_run_on_two_ranks_is_that_of_one_and_its_checkpoints_are_whole(lin
     assert len(curve(two)) == 8
     for one, other in zip(curve(tmp_path / "one"), curve(two), strict=True):
         assert other == pytest.approx(one, rel=1e-4)
+    seen, other_seen = looks(tmp_path / "one"), looks(two)
+    assert sorted(seen) == sorted(other_seen) == [4, 8]
+    for step, figures in seen.items():
+        assert other_seen[step]["acceptance"] == figures["acceptance"]
+        assert other_seen[step]["loss"] == pytest.approx(figures["loss"], rel=1e-4)
+    best = [load_finished(f / "best", "train").result for f in (tmp_path / "one", two)]
+    assert best[0]["steps"] == best[1]["steps"] and best[1]["ranks"] == 2
     saved = load_file(two / "checkpoints" / "00000003" / "state.safetensors")
     masters = {key: value for key, value in saved.items() if key.startswith("master.")}
     for rank in (0, 1):
@@ -116,6 +133,23 @@ def test_a_killed_rank_ends_all_and_the_run_goes_on_on_two_ranks_or_on_one(line,
     trained(line, str(moved), parallel="ddp")
     for one, other in zip(curve(whole), curve(moved), strict=True):
         assert other == pytest.approx(one, rel=1e-4)
+
+
+def test_a_step_that_is_not_finite_on_one_rank_is_kept_with_what_all_ranks_had(line, tmp_path):
+    shutil.copytree(line, tmp_path / "line")
+    store = Store(tmp_path / "line" / "store")
+    samples = samples_of_steps(store)[2]
+    bad, _ = poison(store, samples[0])
+    run = tmp_path / "run"
+    arguments = str(tmp_path / "line"), str(run), {}, {"parallel": "fsdp2"}
+    codes, texts = run_ranks(rank_work.train, tmp_path / "ranks", *arguments)
+    assert codes == [1, 1]
+    assert "optimiser step 2: gradient norm is nan, loss is nan: no weight was moved" in texts[0]
+    found = paceline.replay(str(run / "nan_batch"), device="cpu")
+    assert (found["step"], found["loss"]) == (2, "nan")
+    losses = {s["sample_id"]: s["loss"] for s in found["samples"]}
+    assert sorted(losses) == sorted(store.records[i].sample_id for i in samples)
+    assert losses.pop(bad) == "nan" and all(isinstance(loss, float) for loss in losses.values())
 
 
 @pytest.mark.parametrize("rank", [0, 1])
