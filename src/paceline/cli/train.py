@@ -21,7 +21,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     if best := result["best"]:
         length = f"{best['acceptance_length']:.2f} (K = {best['num_draft_tokens']})"
         pairs.append(("best held-out acceptance length", f"{length} after step {best['step']}"))
-    pairs.append(("the result is the draft of step", count(result["draft_step"])))
+        pairs.append(("the draft is that after step", count(result["draft_step"])))
     console.print(facts("Draft", pairs))
     if heldout := result["heldout"]:
         show_heldout(heldout, console)

@@ -23,7 +23,7 @@ from paceline.store.sizes import StoreSize, store_size
 _SMALL_BYTES, _SMALL_FILES = 8 << 10, 2
 # JSON text of a token: its id with a comma, and its share of the words.
 _JSON_TOKEN_BYTES = 10
-_LOG_RECORD_BYTES = 700
+_LOG_RECORD_BYTES = 800
 _PAGE_BYTES = 64 << 10
 # The two newest checkpoints stay.
 _CHECKPOINTS_KEPT = 2
@@ -163,8 +163,9 @@ def train_footprint(options: TrainOptions, draft: DraftShape, steps: int) -> Foo
     size = drafts * draft.own_bytes + kept * state + log + _SMALL_BYTES
     peak = size + max(state if kept else 0, draft.own_bytes if drafts > 1 else 0)
     how = (
-        f"{drafts} x {draft.own_bytes:,} of weights in float32 + {kept} checkpoints x {state:,} of "
-        f"masters and moments ({draft.trained:,} trained weights; one more while it is written)"
+        f"{'2 x ' if drafts > 1 else ''}{draft.own_bytes:,} of weights in float32 + {kept} "
+        f"checkpoints x {state:,} of masters and moments ({draft.trained:,} trained weights; one "
+        "more while it is written)"
     )
     return Footprint(size, peak, 4 + 3 * (drafts - 1) + 2 * kept + _SMALL_FILES, how)
 
