@@ -24,6 +24,11 @@ def scalars(folder):
     }
 
 
+def held_out(folder):
+    records = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    return [record for record in records if "heldout" in record]
+
+
 def logged(folder):
     records = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
     return {record["step"]: record for record in records if "loss" in record}
@@ -33,6 +38,7 @@ def test_tensorboard_shows_the_log_of_a_run_that_was_broken(tmp_path, monkeypatc
     extracted(tmp_path)
     out = tmp_path / "draft"
     options = {"trackers": ["tensorboard"], "max_steps": 8, "log_every": 1, "checkpoint_every": 3}
+    options["eval_every"] = 4
     whole_step = loop.Trainer.step
 
     def stopping_step(self, read):
@@ -50,6 +56,11 @@ def test_tensorboard_shows_the_log_of_a_run_that_was_broken(tmp_path, monkeypatc
     assert shown["loss"] == pytest.approx({step: r["loss"] for step, r in log.items()})
     first_kl = {step: r["train"]["kl"][0] for step, r in log.items()}
     assert shown["train/kl/0"] == pytest.approx(first_kl)
+    for name in ("mfu", "peak_bytes", "wait_share"):
+        assert shown[name] == pytest.approx({step: r[name] for step, r in log.items()})
+    looks = {r["step"]: r["heldout"]["acceptance"]["acceptance_length"] for r in held_out(out)}
+    assert sorted(looks) == [4, 8]
+    assert shown["heldout/acceptance/acceptance_length"] == pytest.approx(looks)
 
 
 def test_figures_are_named_by_their_places():

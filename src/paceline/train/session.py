@@ -112,6 +112,7 @@ class Session:
             **record,
             "tokens_per_s": record["tokens"] / seconds,
             "rows_per_s": record["rows"] / seconds,
+            "wait_share": record["wait_s"] / seconds,
             "mfu": record["needed_flops"] / seconds / (ranks.count * self.product_flops),
             "peak_bytes": int(ranks.largest(peak_bytes(ranks.device))),
             "loss": float(record["loss"]),
