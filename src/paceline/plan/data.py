@@ -71,6 +71,9 @@ class DataSample:
     def num_supervised_in(self, split: str) -> int:
         return round(self.scale * sum(s.num_supervised for s in self.samples if s.split == split))
 
+    def num_samples_in(self, split: str) -> int:
+        return round(self.scale * sum(s.split == split for s in self.samples))
+
     def num_tokens_in(self, split: str) -> int:
         return round(self.scale * sum(s.num_tokens for s in self.samples if s.split == split))
 

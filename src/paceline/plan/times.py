@@ -14,6 +14,8 @@ from paceline.recipe import EvaluateOptions, PlanOptions, TrainOptions
 EXTRACT_SHARE, TRAIN_SHARE, GENERATE_SHARE = 0.5, 0.5, 0.1
 # A forward pass is a third of a training step; so is a chain of as many steps.
 _FORWARD_SHARE = 1 / 3
+# A look at held-out data is a forward pass for the loss and about another one for the walk.
+_LOOK_SHARE = 2 * _FORWARD_SHARE
 
 
 @dataclass(frozen=True)
@@ -114,12 +116,13 @@ def train_time(
     steps = train_steps(train, data)
     if measured:
         per_step = measured.train_s_per_step
-        seconds = measured.train_start_s + steps * per_step / options.devices
-        seconds += _heldout_rows(data) * _FORWARD_SHARE * per_step / train.batch_rows
+        rows = _looked_at_rows(train, data, steps)
+        as_steps = rows * _LOOK_SHARE / train.batch_rows
         return Duration(
-            seconds,
-            f"{measured.train_start_s:.1f} s to start + {steps:,} steps x {per_step:.3f} s "
-            f"(measured) / {options.devices}",
+            measured.train_start_s + (steps + as_steps) * per_step / options.devices,
+            f"{measured.train_start_s:.1f} s to start + ({steps:,} steps + looks at {rows:,} "
+            f"held-out rows, as {as_steps:,.1f} steps) x {per_step:.3f} s (measured) / "
+            f"{options.devices}",
         )
     per_step = step_flops(train, data, draft)
     return Duration(
@@ -159,6 +162,14 @@ def evaluate_time(
         rows * per_row * _FORWARD_SHARE * longest,
         f"{rows:,} held-out rows x {longest} steps x a third of a training step's time per row",
     )
+
+
+def _looked_at_rows(train: TrainOptions, data: DataSample, steps: int) -> int:
+    """Held-out rows of all looks of a training."""
+    samples = data.num_samples_in(HELDOUT_SPLIT)
+    share = min(1.0, (train.eval_samples or samples) / max(samples, 1))
+    looks = 1 + ((steps - 1) // train.eval_every if train.eval_every else 0)
+    return round(looks * share * _heldout_rows(data))
 
 
 def _heldout_rows(data: DataSample) -> int:
