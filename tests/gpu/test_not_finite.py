@@ -1,4 +1,4 @@
-"""On a GPU a step is known not to be finite while the next one is computed; the guilty one is kept."""
+"""On a GPU a step is found not to be finite a step later: the guilty one is kept."""
 
 import json
 
