@@ -61,6 +61,15 @@ def test_acceptance_is_what_evaluate_measured(page, tiny_run):
         assert source in text
 
 
+def test_speed_and_the_best_draft_are_told(page, tiny_run):
+    text, result = _text(page), json.loads((tiny_run / "train" / "manifest.json").read_text())
+    best = result["result"]["best"]
+    told = f"{best['acceptance_length']:.2f} at K = {best['num_draft_tokens']}"
+    assert f"best held-out acceptance length {told}, after step {best['step']}" in text
+    assert re.search(r"needed arithmetic \(MFU\) \d+\.\d% of matrix products alone", text)
+    assert re.search(r"waiting for data \d+\.\d% of the time", text) and "peak memory" in text
+
+
 def test_every_figure_is_there(page):
     titles = re.findall(r"<figcaption>([^<]+)", page)
     assert titles == [

@@ -128,8 +128,8 @@ class TrainOptions(StageOptions, TargetOptions, CacheOptions):
     eval_draft_tokens: int = opt(5, "Chain length K of the held-out acceptance length.", ge=1)
     load_best_model_at_end: bool = opt(
         False,
-        "The result is the draft with the best held-out acceptance length, not the last one; needs "
-        "`eval_every`.",
+        "The result is the draft of the best acceptance length that `eval_every` has seen, not the "
+        "last one.",
     )
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = opt(
         [], "Where log records go besides `log.jsonl`.", identity=False
