@@ -141,7 +141,9 @@ class VllmEngine:
 
         self._engine.engine_core.shutdown()
         self._llm = self._engine = None
-        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+        # Where the model was in processes of its own, this one has no GPU memory to give back, and
+        # asking for it waits for ever.
+        if not self._processes:
             cleanup_dist_env_and_memory()
 
     # --- what a capture needs: see capture.Requests ---
