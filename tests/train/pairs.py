@@ -43,7 +43,7 @@ def start_train(
     folder: Path, store: Path, out: Path, die_at: int | None = None, **options
 ) -> Process:
     """die_at: kill -9 before this optimiser step."""
-    return _start(_train, folder, str(store), str(out), die_at, options)
+    return _start(train_on_stream, folder, str(store), str(out), die_at, options)
 
 
 def wait(*processes: Process, seconds: float = 60.0) -> list[int]:
@@ -91,7 +91,7 @@ def _extract(folder: Path, store: str, die_at: int | None, options: dict) -> Non
     )
 
 
-def _train(folder: Path, store: str, out: str, die_at: int | None, options: dict) -> None:
+def train_on_stream(folder: Path, store: str, out: str, die_at: int | None, options: dict) -> None:
     if die_at is not None:
         _die_before(Trainer, "step", die_at)
     paceline.train(

@@ -22,6 +22,7 @@ from ..draft.oracle import Doc
 from ..draft.tiny import random_doc, stored, tiny_config, tiny_draft
 from ..lines import trained
 from .launch import die
+from .pairs import train_on_stream
 
 MASKS = [[0, 1, 1, 1, 0, 1, 1], [0, 0, 1, 1], [1, 1, 0, 1, 0, 1], [0, 1, 0, 0, 1, 1, 1, 1], [0, 1]]
 NUM_STEPS, DECAY = 3, 0.8
@@ -105,6 +106,11 @@ def train(rank: int, line: str, out: str, faults: dict[str, int], options: dict)
             checkpoint.whole = _refuse
     _keep_masters(folder, rank)
     trained(Path(line), out, **options)
+
+
+def follow(rank: int, folder: str, store: str, out: str) -> None:
+    """The stage on a store that is being written."""
+    train_on_stream(Path(folder), store, out, None, {"parallel": "fsdp2"})
 
 
 def _refuse(*_: Any) -> None:

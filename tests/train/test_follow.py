@@ -13,6 +13,8 @@ from paceline.runlog import read_log
 from paceline.store import Store, published_ids
 from paceline.store.presence import READER, WRITER, look
 
+from . import rank_work
+from .launch import start_ranks
 from .pairs import prepare, start_extract, start_train, wait
 
 
@@ -81,6 +83,15 @@ def test_a_pair_that_is_killed_again_and_again_ends_with_the_same_weights(
     assert wait(start_train(folder, store, out), start_extract(folder, store)) == [0, 0]
     assert_same_draft(out, undisturbed)
     assert curve(out) == curve(undisturbed)
+
+
+def test_two_ranks_follow_as_one_does(folder: Path, undisturbed: Path, tmp_path: Path) -> None:
+    store, out = tmp_path / "store", tmp_path / "draft"
+    ranks = start_ranks(rank_work.follow, tmp_path, str(folder), str(store), str(out))
+    assert wait(*ranks, start_extract(folder, store)) == [0, 0, 0]
+    # More than the budget went through it.
+    assert len(Store(store)) < 100
+    assert curve(out) == pytest.approx(curve(undisturbed), rel=1e-4)
 
 
 def test_a_stream_that_fits_serves_several_epochs(folder: Path, tmp_path: Path) -> None:

@@ -53,21 +53,24 @@ def run(options: TrainOptions) -> dict[str, Any]:
             "train: pass `store` (of `extract`), `vocab` (of `align`; or `start_from`, a draft) "
             "and `out`"
         )
-    with open_ranks(options.device) as ranks, open_store(options, ranks) as (store, store_input):
-        target = open_target(options, store.manifest.result["target"])
-        target.check_made_by(
-            store.manifest.inputs["target"]["fingerprint"], f"{store.folder} holds states of"
-        )
-        inputs = {"store": store_input, "target": target.describe_input()}
-        if options.start_from:
-            source = open_draft(options.start_from, options.start_form)
-            earlier = earlier_draft(source, target, store)
-            vocabulary = DraftVocabulary(earlier.d2t.numpy(), earlier.t2d.numpy())
-            inputs["start_from"] = source.describe_input()
-        else:
-            earlier, vocabulary = None, _vocabulary(options.vocab, target)
-            inputs["vocab"] = describe_input(options.vocab, load_finished(options.vocab, "align"))
-        with ExitStack() as stack:
+    with ExitStack() as stack:
+        with open_ranks(options.device) as ranks:
+            store, store_input = stack.enter_context(open_store(options, ranks))
+            target = open_target(options, store.manifest.result["target"])
+            target.check_made_by(
+                store.manifest.inputs["target"]["fingerprint"], f"{store.folder} holds states of"
+            )
+            inputs = {"store": store_input, "target": target.describe_input()}
+            if options.start_from:
+                source = open_draft(options.start_from, options.start_form)
+                earlier = earlier_draft(source, target, store)
+                vocabulary = DraftVocabulary(earlier.d2t.numpy(), earlier.t2d.numpy())
+                inputs["start_from"] = source.describe_input()
+            else:
+                earlier, vocabulary = None, _vocabulary(options.vocab, target)
+                inputs["vocab"] = describe_input(
+                    options.vocab, load_finished(options.vocab, "align")
+                )
             stage = None
             if ranks.is_first:
                 owned = open_stage(
@@ -76,9 +79,11 @@ def run(options: TrainOptions) -> dict[str, Any]:
                 stage = stack.enter_context(owned)
             if not ranks.from_first(lambda: stage.done):
                 _train(options, ranks, stage, store, vocabulary, target, earlier)
-            if ranks.is_first:
-                leave(store, options)
-            return ranks.from_first(lambda: stage.result)
+            result = ranks.from_first(lambda: stage.result)
+        # The ranks have parted: this may take as long as the writer does.
+        if ranks.is_first:
+            leave(store, options)
+        return result
 
 
 def _vocabulary(folder: str, target: Target) -> DraftVocabulary:
