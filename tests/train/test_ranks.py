@@ -157,7 +157,7 @@ def test_T08_a_rank_that_fails_in_save_ends_all_with_its_text(line, tmp_path, ra
     arguments = str(line), str(tmp_path / "run"), {"fail_in_save": rank}, {"parallel": "fsdp2"}
     codes, texts = run_ranks(rank_work.train, tmp_path / "ranks", *arguments)
     assert codes == [1, 1]
-    assert texts[1 - rank] == f"RankError: rank {rank} failed: the disk fell off"
+    assert texts[1 - rank] == f"RankError: rank {rank} failed: RuntimeError: the disk fell off"
     assert not list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
 
 

@@ -130,13 +130,19 @@ def _telling(lifeline: Lifeline) -> Iterator[None]:
         if failure is not None:
             _abort_collectives()
             raise RankError(str(failure)) from error
-        text = str(error) or type(error).__name__
-        lifeline.fail(f"failed: {text}" if isinstance(error, Exception) else _STOPPED)
+        lifeline.fail(_told(error))
         _tell_torchrun(error)
         _abort_collectives()
         raise
     finally:
         lifeline.close()
+
+
+def _told(error: BaseException) -> str:
+    if not isinstance(error, Exception):
+        return _STOPPED
+    kind = "" if isinstance(error, PacelineError) else f"{type(error).__name__}: "
+    return f"failed: {kind}{error}"
 
 
 def _behind(error: BaseException, lifeline: Lifeline) -> Failure | None:
