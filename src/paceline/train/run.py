@@ -61,16 +61,8 @@ def run(options: TrainOptions) -> dict[str, Any]:
                 store.manifest.inputs["target"]["fingerprint"], f"{store.folder} holds states of"
             )
             inputs = {"store": store_input, "target": target.describe_input()}
-            if options.start_from:
-                source = open_draft(options.start_from, options.start_form)
-                earlier = earlier_draft(source, target, store)
-                vocabulary = DraftVocabulary(earlier.d2t.numpy(), earlier.t2d.numpy())
-                inputs["start_from"] = source.describe_input()
-            else:
-                earlier, vocabulary = None, _vocabulary(options.vocab, target)
-                inputs["vocab"] = describe_input(
-                    options.vocab, load_finished(options.vocab, "align")
-                )
+            earlier, vocabulary, named = _beginning(options, target, store)
+            inputs |= named
             stage = None
             if ranks.is_first:
                 owned = open_stage(
@@ -84,6 +76,20 @@ def run(options: TrainOptions) -> dict[str, Any]:
         if ranks.is_first:
             leave(store, options)
         return result
+
+
+def _beginning(
+    options: TrainOptions, target: Target, store: Store | Follower
+) -> tuple[Draft | None, DraftVocabulary, dict[str, Any]]:
+    """The draft that is trained further, if one is; the draft vocabulary; their entries among the
+    inputs of the stage."""
+    if options.start_from:
+        source = open_draft(options.start_from, options.start_form)
+        earlier = earlier_draft(source, target, store)
+        vocabulary = DraftVocabulary(earlier.d2t.numpy(), earlier.t2d.numpy())
+        return earlier, vocabulary, {"start_from": source.describe_input()}
+    described = describe_input(options.vocab, load_finished(options.vocab, "align"))
+    return None, _vocabulary(options.vocab, target), {"vocab": described}
 
 
 def _vocabulary(folder: str, target: Target) -> DraftVocabulary:
