@@ -11,7 +11,8 @@ import torch
 
 from paceline.ops.kernels import kernels, use_kernels
 
-_BLOCK_ROWS = 256
+# Rows whose scores are dense in the twin.
+BLOCK_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ def rows_attention_torch(
 ) -> torch.Tensor:
     """The twin; any device and dtype."""
     outputs = []
-    for start in range(0, len(q_RHK), _BLOCK_ROWS):
-        block = slice(start, min(start + _BLOCK_ROWS, len(q_RHK)))
+    for start in range(0, len(q_RHK), BLOCK_ROWS):
+        block = slice(start, min(start + BLOCK_ROWS, len(q_RHK)))
         own = None if own_JRGK is None else own_JRGK[:, block]
         part = RowSpans(spans.key_start[block], spans.key_last[block])
         outputs.append(_attend_block(q_RHK[block], kv_TGK, own, part))

@@ -7,10 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.draft.config import DraftConfig
+from paceline.draft.objectives import OBJECTIVES
+from paceline.ops.attention import BLOCK_ROWS
+from paceline.plan.activations import kept_bytes, taught_rows, weight_bytes
 from paceline.plan.data import DataSample
 from paceline.plan.shape import TargetShape
 from paceline.plan.sizes import DraftShape
-from paceline.recipe import ExtractOptions, Recipe, TrainOptions
+from paceline.recipe import ExtractOptions, TrainOptions
 from paceline.store import StoreSpec
 from paceline.store.sizes import StoreSize
 
@@ -18,6 +22,8 @@ from paceline.store.sizes import StoreSize
 _PROCESS_BYTES = 700 << 20
 # Residual, norm, two halves of a gated MLP and its product live at once in a forward pass.
 _STREAM_COPIES = 6
+# Of the losses in plain torch: log p, p, both at each student row, q, a gradient.
+_TWIN_COPIES = 6
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,6 @@ def extract_memory(
 
 def train_memory(
     train: TrainOptions,
-    recipe: Recipe,
     shape: TargetShape,
     draft: DraftShape,
     data: DataSample,
@@ -81,35 +86,79 @@ def train_memory(
     on_gpu: bool,
 ) -> Memory:
     item = getattr(torch, dtype).itemsize
-    vocabulary = recipe.align.draft_vocab_size
-    tokens = min(train.micro_batch_tokens, _step_tokens(train, data))
-    rows = min(train.batch_rows, tokens)
-    states = tokens * (spec.num_aux + 1) * shape.hidden_size * item
-    width = shape.intermediate_size
-    copies = 0 if dtype == "float32" else 2 * draft.trained * item
+    config = draft.config
+    batch = _micro_batch(train, data)
+    own = 0 if dtype == "float32" else draft.trained
+    states = (batch.rows * spec.num_aux + batch.supervised) * spec.hidden_size * item
+    kept = kept_bytes(config, batch.rows, batch.taught, item, 0 if on_gpu else batch.scores)
+    whole = _needs_whole_softmax(train, config)
+    teacher = config.vocab_size if whole else config.draft_vocab_size
     work = {
-        "masters, moments, gradients (float32)": draft.state_bytes(train.optimiser)
-        + 4 * draft.trained,
-        "weights and gradients in " + dtype: copies,
+        "masters and moments (float32)": draft.state_bytes(train.optimiser),
+        "weights in " + dtype: (own + draft.frozen) * item,
+        "weights with their norms' gains, sum of the head's gradient": weight_bytes(
+            config, item, train.train_head
+        ),
         "embedding": draft.embedding * item,
-        "teacher's head": vocabulary * shape.hidden_size * item,
+        "teacher's head": teacher * shape.hidden_size * item,
         "states of a micro-batch": states,
-        "activations": (
-            tokens * 3 * shape.hidden_size
-            + rows * train.ttt_steps * (_STREAM_COPIES * shape.hidden_size + 3 * width)
-        )
-        * item,
-        "logits of a chunk": train.logit_chunk * (1 + train.ttt_steps) * vocabulary * 8,
+        "activations": kept,
+        "gradients of other micro-batches (float32)": 0 if batch.is_all else 4 * draft.trained,
+        "logits of a chunk, then gradients": sum(batch.taught) * config.hidden_size * item
+        + max(
+            _logit_bytes(train, config, batch, item, on_gpu),
+            (draft.trained + batch.taught[-1] * config.intermediate_size) * item,
+        ),
     }
     work = {name: value for name, value in work.items() if value}
     host = {"process": _PROCESS_BYTES, "batches read ahead": 2 * states}
     return Memory(host, work) if on_gpu else Memory(host | work, {})
 
 
-def _step_tokens(train: TrainOptions, data: DataSample) -> int:
-    supervised = sum(s.num_supervised for s in data.samples)
-    share = supervised / max(sum(s.num_tokens for s in data.samples), 1)
-    return round(train.batch_rows / share) if share else train.micro_batch_tokens
+@dataclass(frozen=True)
+class _MicroBatch:
+    """rows: with auxiliary states. taught: rows of each TTT step. scores: keys that a query of the
+    plain-torch attention is held against, those of other documents in its block included. is_all:
+    an optimiser step has no other micro-batch."""
+
+    rows: int
+    supervised: int
+    taught: list[int]
+    scores: int
+    is_all: bool
+
+
+def _micro_batch(train: TrainOptions, data: DataSample) -> _MicroBatch:
+    samples = data.samples
+    total = max(sum(s.num_tokens for s in samples), 1)
+    supervised = sum(s.num_supervised for s in samples)
+    step_tokens = round(train.batch_rows * total / max(supervised, 1))
+    tokens = min(train.micro_batch_tokens, step_tokens)
+    part = lambda count: round(count * tokens / total)
+    return _MicroBatch(
+        rows=part(sum(s.num_aux_rows for s in samples)),
+        supervised=part(supervised),
+        taught=[part(n) for n in taught_rows([s.loss_mask for s in samples], train.ttt_steps)],
+        scores=min(total // max(len(samples), 1) + BLOCK_ROWS, tokens),
+        is_all=step_tokens <= train.micro_batch_tokens,
+    )
+
+
+def _needs_whole_softmax(train: TrainOptions, config: DraftConfig) -> bool:
+    return OBJECTIVES[train.loss].whole_softmax and config.draft_vocab_size < config.vocab_size
+
+
+def _logit_bytes(
+    train: TrainOptions, config: DraftConfig, batch: _MicroBatch, item: int, on_gpu: bool
+) -> int:
+    """Of a chunk of teacher positions: the teacher's logits and those of one step's students. On
+    the CPU also both distributions and what is worked out of them, float32."""
+    whole = config.vocab_size if _needs_whole_softmax(train, config) else 0
+    narrow = config.draft_vocab_size
+    row = max(2 * narrow, whole + narrow) * item
+    if not on_gpu:
+        row += _TWIN_COPIES * narrow * 4
+    return min(train.logit_chunk, batch.supervised) * row
 
 
 def _held_of_shard(options: ExtractOptions, spec: StoreSpec, size: StoreSize) -> int:

@@ -162,9 +162,7 @@ def _stages(work: _Work) -> dict[str, dict[str, Any]]:
     evaluating = evaluate_time(recipe.evaluate, recipe.train, data, training.seconds, steps)
     extracting = extract_time(work.options, data, shape, setting.extract_flops, work.measured)
     extract_needs = extract_memory(recipe.extract, shape, spec, size, on_gpu)
-    train_needs = train_memory(
-        recipe.train, recipe, shape, draft, data, spec, setting.train_dtype, on_gpu
-    )
+    train_needs = train_memory(recipe.train, shape, draft, data, spec, setting.train_dtype, on_gpu)
     export_dtype = shape.dtype if recipe.export.dtype == "auto" else recipe.export.dtype
     little = process_memory()
     told = {

@@ -9,7 +9,7 @@ import torch
 
 from paceline.contracts import LayerPlan
 from paceline.dataset import write_part
-from paceline.draft.config import draft_config
+from paceline.draft.config import DraftConfig, draft_config
 from paceline.draft.model import Draft
 from paceline.plan.data import DataSample
 from paceline.plan.shape import TargetShape
@@ -41,12 +41,14 @@ class Footprint:
 
 @dataclass(frozen=True)
 class DraftShape:
-    """trained: weights that move. own_bytes: of `draft.safetensors`. embedding: weights of the
-    shared embedding (0 where the draft has its own). fuse, keys: weights that every row with
-    states meets; mix, head: those that only supervised rows meet. attention_width: heads x head
-    width."""
+    """trained: weights that move; frozen: others but the target's embedding. own_bytes: of
+    `draft.safetensors`. embedding: weights of the shared embedding (0 where the draft has its own).
+    fuse, keys: weights that every row with states meets; mix, head: those that only supervised rows
+    meet. attention_width: heads x head width."""
 
+    config: DraftConfig
     trained: int
+    frozen: int
     own_bytes: int
     num_tensors: int
     embedding: int
@@ -70,13 +72,17 @@ def draft_shape(recipe: Recipe, shape: TargetShape, layers: LayerPlan) -> DraftS
     )
     with torch.device("meta"):
         draft = Draft(config)
+    draft.lm_head.requires_grad_(recipe.train.train_head)
     sizes = {name: parameter.numel() for name, parameter in draft.named_parameters()}
     shared = sizes["embed_tokens.weight"] if config.shares_embedding else 0
     own = {n: t for n, t in draft.state_dict().items() if n != "embed_tokens.weight" or not shared}
     keys = sum(n for name, n in sizes.items() if ".k_proj." in name or ".v_proj." in name)
     layer = sum(n for name, n in sizes.items() if name.startswith("layers."))
+    trained = sum(p.numel() for p in draft.parameters() if p.requires_grad)
     return DraftShape(
-        trained=sum(p.numel() for p in draft.parameters() if p.requires_grad),
+        config=config,
+        trained=trained,
+        frozen=sum(sizes.values()) - shared - trained,
         own_bytes=sum(t.numel() * t.itemsize for t in own.values()),
         num_tensors=len(own),
         embedding=shared,
