@@ -1,92 +1,93 @@
-"""A draft from target weights and on-policy answers in one GPU's ten minutes, then its figures.
+"""A draft from target weights and on-policy answers in ten minutes of one GPU, kept in 8 bits.
 
-    python benchmarks/kept_draft.py --train train.jsonl.gz --eval eval.jsonl.gz
+    python benchmarks/kept_draft.py --data FOLDER --scratch FOLDER --out FOLDER
 
-Runs the stages of recipes/smollm2-135m.yaml up to the checkpoint and takes the time, then measures
-the draft on the answers of `--eval` (their sources apart and pooled) beside the baselines, which is
-not in the time. `--also` trains further drafts on the same features with other settings. One JSON
-object on stdout.
+Runs the stages of recipes/smollm2-135m.yaml up to the checkpoint, in one process, and takes the
+time, loading of torch included. What follows is not in the time: the draft is exported
+and rounded to 8 bits, the rounded one is measured on the answers of `eval` and `heldout` beside
+prompt lookup, and kept with its figures in OUT/export/compact. FOLDER of `--data`: see sweep.py.
+One JSON object on the last line of stdout.
 """
 
 import argparse
 import importlib
 import json
-import sys
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
-import paceline
-from paceline.recipe import RunOptions
-from paceline.stages import plan_stages, recipe_of
+from sweep import CHAINS, Setting, lengths, plan, say
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "smollm2-135m.yaml"
-CHAINS = [3, 5, 7]
+import paceline
+from paceline.recipe import build
+
+HERE = Path(__file__).parent
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--train", nargs="+", required=True)
-    parser.add_argument("--eval", required=True)
-    parser.add_argument("--out", default="runs/smollm2-135m")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--also", nargs="*", default=[], metavar="KEY=VALUE,KEY=VALUE")
-    options = parser.parse_args()
-    out = Path(options.out)
-    result: dict[str, Any] = {"seconds": {}, "drafts": {}}
-    stages = stages_of(out, options.train, options.set)
-    for name in ("prepare", "extract", "align", "train"):
-        result["seconds"][name] = run_stage(name, stages[name])
-    answers = eval_store(out, options.eval, stages)
-    result["drafts"]["recipe"] = measure(stages["train"].out, answers, out / "measured")
-    for number, settings in enumerate(options.also):
-        folder = str(out / f"train-{number}")
-        changed = [*options.set, *settings.split(","), f"train.out={folder}"]
-        again = stages_of(out, options.train, changed)
-        seconds = run_stage("train", again["train"])
-        result["drafts"][settings] = {
-            "seconds": seconds,
-            **measure(folder, answers, out / f"measured-{number}"),
-        }
+    options, started = parse(), time.monotonic()
+    setting = plan(options, "kept", {"teach_prompts": options.teach_prompts})
+    result: dict[str, Any] = {"seconds": {}}
+    for verb in ("prepare", "align", "extract", "train"):
+        result["seconds"][verb] = run(verb, setting.stages[verb])
+    result["seconds"]["all"] = round(time.monotonic() - started, 1)
+    for verb in ("prepare", "extract"):
+        run(verb, setting.answers[verb])
+    train = Path(setting.stages["train"]["out"])
+    options.out.mkdir(parents=True, exist_ok=True)
+    shutil.copy(train / "log.jsonl", options.out / "log.jsonl")
+    result |= keep(train, setting, options.out)
     print(json.dumps(result))
 
 
-def stages_of(out: Path, data: list[str], settings: list[str]) -> dict[str, Any]:
-    given = [f"run_dir={out}", f"prepare.data={json.dumps(data)}", *settings]
-    return plan_stages(recipe_of(RunOptions(recipe=str(RECIPE), overrides=given)))
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--scratch", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--recipe", default=str(HERE.parent / "recipes" / "smollm2-135m.yaml"))
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--teach-prompts", action="store_true")
+    return parser.parse_args()
 
 
-def run_stage(name: str, stage_options: Any) -> float:
+def run(verb: str, options: dict[str, Any]) -> float:
     started = time.monotonic()
-    importlib.import_module(f"paceline.{name}").VERB[1](stage_options)
+    model, function = importlib.import_module(f"paceline.{verb}").VERB
+    function(build(model, options))
     seconds = round(time.monotonic() - started, 1)
-    print(f"{name}: {seconds} s", file=sys.stderr)
+    say(f"{verb}: {seconds} s")
     return seconds
 
 
-def eval_store(out: Path, data: str, stages: dict[str, Any]) -> str:
-    """Features of the answers that the draft is measured on."""
-    extract = stages["extract"]
-    target = stages["prepare"].target
-    tokens = str(out / "eval-prepare")
-    paceline.prepare(target=target, data=[data], out=tokens, split="heldout")
-    store = str(out / "eval-extract")
-    paceline.extract(
-        data=tokens, out=store, dtype=extract.dtype, max_batch_tokens=extract.max_batch_tokens
+def keep(train: Path, setting: Setting, out: Path) -> dict[str, Any]:
+    """Round, measure, keep. Returns sizes and acceptance lengths."""
+    rounded = out / "rounded"
+    paceline.export(draft=str(train), out=str(rounded), compact=True, overwrite=True)
+    common = {
+        "store": setting.answers["extract"]["out"],
+        "num_draft_tokens": CHAINS,
+        "overwrite": True,
+    }
+    exact = paceline.evaluate(draft=str(train), out=str(out / "exact"), baselines=False, **common)
+    measured = paceline.evaluate(
+        draft=str(rounded / "compact"), out=str(out / "measured"), **common
     )
-    return store
-
-
-def measure(draft: str, store: str, out: Path) -> dict[str, Any]:
-    """{K: {source or "pooled": acceptance length}} of the draft and of prompt lookup."""
-    found = paceline.evaluate(draft=draft, store=store, out=str(out), num_draft_tokens=CHAINS)
-    tables = {"draft": found["results"], **found["baselines"]}
-    return {name: {k: lengths(table) for k, table in t.items()} for name, t in tables.items()}
-
-
-def lengths(table: dict[str, Any]) -> dict[str, Any]:
-    rows = {"pooled": table["pooled"], **table["sources"]}
-    return {name: round(row["acceptance_length"], 3) for name, row in rows.items()}
+    kept = paceline.export(
+        draft=str(rounded / "compact"),
+        evaluate=str(out / "measured"),
+        out=str(out / "export"),
+        compact=True,
+        overwrite=True,
+    )
+    shutil.rmtree(rounded)
+    methods = {"draft": measured["results"], "unrounded": exact["results"]}
+    methods |= measured["baselines"]
+    return {
+        "kept": kept["compact"],
+        "lengths": {name: lengths(tables) for name, tables in methods.items()},
+    }
 
 
 if __name__ == "__main__":

@@ -57,10 +57,15 @@ class Machine:
     deadline: float
     gpus: SimpleQueue = field(default_factory=SimpleQueue)
 
-    def run(self, name: str, work: list[dict[str, Any]], gpu: str | None = None) -> None:
+    def run(
+        self, name: str, work: list[dict[str, Any]], gpu: str | None = None, threads: int = 2
+    ) -> None:
         """Stages one after the other in one process; its messages go to OUT/logs/NAME.txt. Raises
         CalledProcessError, TimeoutExpired."""
-        environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        }
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
         path = self.out / "logs" / f"{name}.txt"
@@ -175,7 +180,7 @@ def features(machine: Machine, settings: list[Setting], gpus: list[str | None]) 
             chain += [one for one in wanted if one not in chain]
     with ThreadPoolExecutor(len(chains)) as pool:
         done = [
-            pool.submit(machine.run, Path(out).name, chain, gpus[number % len(gpus)])
+            pool.submit(machine.run, Path(out).name, chain, gpus[number % len(gpus)], 6)
             for number, (out, chain) in enumerate(chains.items())
         ]
     for one in done:

@@ -46,7 +46,9 @@ def train_until(monkeypatch, line, out, step, **options):
             trained(line, out, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"schedule": "linear"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": "bfloat16"}, {"schedule": "linear"}, {"state_noise": 0.2}], ids=str
+)
 def test_T04_a_broken_run_ends_with_the_same_weights_and_curve(
     line, monkeypatch, tmp_path, options
 ):

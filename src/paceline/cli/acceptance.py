@@ -20,6 +20,8 @@ _LISTED_DIFFERENCES = 10
 def show_acceptance(measured: Mapping[str, Any], console: Console) -> None:
     """measured: what `evaluate` returns (`definition`, `results`, `baselines`, ...)."""
     methods = {"draft": measured["results"], **measured.get("baselines", {})}
+    if beside := measured.get("beside"):
+        methods[f"draft {beside['name']}"] = beside["results"]
     lengths = sorted(measured["results"], key=int)
     columns = ["acceptance length"] + [f"K = {k}" for k in lengths]
     rows = [

@@ -19,6 +19,9 @@ def show(result: dict[str, Any], console: Console) -> None:
     for form, entry in result["forms"].items():
         console.print(f"{form}: {entry['folder']}", style="bold", soft_wrap=True, markup=False)
         console.print(entry["command"], soft_wrap=True, markup=False)
+    if kept := result["compact"]:
+        text = f"compact: {kept['folder']}, {kept['bytes'] / 1e6:.2f} MB"
+        console.print(text, style="bold", soft_wrap=True, markup=False)
 
 
 COMMAND = Command("export", ExportOptions, "paceline.export", show)

@@ -49,6 +49,10 @@ def run(options: EvaluateOptions) -> dict[str, Any]:
     }
     if drafted_by is not None:
         inputs["draft"] = drafted_by.describe_input()
+    beside = open_draft(options.beside) if options.beside else None
+    if beside is not None:
+        beside.check_target(target)
+        inputs["beside"] = beside.describe_input()
     if options.server:
         servers = {"with_draft": options.server, "plain": options.plain_server}
         inputs["server"] = {"path": options.server, "fingerprint": servers}
@@ -62,8 +66,12 @@ def run(options: EvaluateOptions) -> dict[str, Any]:
         if options.mode == "served":
             measured = measure_served(options, drafted_by, target, dtype)
         else:
-            measure = measure_chain if options.mode == "chain" else measure_decode
-            measured = measure(options, drafted_by.load(target, dtype).to(device), target)
+            draft = drafted_by.load(target, dtype).to(device)
+            if options.mode == "chain":
+                other = None if beside is None else beside.load(target, dtype).to(device)
+                measured = measure_chain(options, draft, target, other)
+            else:
+                measured = measure_decode(options, draft, target)
         result = {
             "definition": definition([int(k) for k in measured.result["results"]]),
             "mode": options.mode,

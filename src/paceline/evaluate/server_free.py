@@ -1,6 +1,7 @@
 """Mode chain: the draft over answers that the target has written, and the baselines beside it."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from paceline.acceptance.chain import draft_answers, spans_of
 from paceline.acceptance.counts import Answer, Counts, walk
@@ -23,11 +24,16 @@ _GROUP_TOKENS = 8192
 _DRAFT = "draft"
 
 
-def measure_chain(options: EvaluateOptions, draft: Draft, target: Target) -> Measured:
-    """Walk every answer of the store. Raises EvaluationError where the split is empty,
-    FingerprintMismatch for a store of another target or other layers."""
+def measure_chain(
+    options: EvaluateOptions, draft: Draft, target: Target, beside: Draft | None = None
+) -> Measured:
+    """Walk every answer of the store, with a second draft too where one is given. Raises
+    EvaluationError where the split is empty, FingerprintMismatch for a store of another target or
+    other layers than a draft reads."""
     store = Store(options.store, cache=Cache(options.cache_dir, options.cache_bytes))
-    _check_store(store, draft, target)
+    for one in (draft, beside):
+        if one is not None:
+            _check_store(store, one, target)
     chosen = store.split(options.split)[: options.limit]
     if not len(chosen):
         raise EvaluationError(f"{store.folder} has no samples of split {options.split!r}")
@@ -46,7 +52,20 @@ def measure_chain(options: EvaluateOptions, draft: Draft, target: Target) -> Mea
         "results": drafted.table(options),
         "baselines": {name: walks.table(options) for name, walks in baselines.items()},
     }
+    if beside is not None:
+        groups = cut(chosen, store.records.num_tokens, _GROUP_TOKENS)
+        walks = _walk_alone(options, beside, store, groups)
+        result["beside"] = {"name": Path(options.beside).name, "results": walks.table(options)}
     return Measured(result, [*drafted.rows()])
+
+
+def _walk_alone(
+    options: EvaluateOptions, draft: Draft, store: Store, groups: Iterator[list[int]]
+) -> Walks:
+    walks = Walks(options.num_draft_tokens)
+    for sample, answers in draft_answers(draft, store, groups, max(options.num_draft_tokens)):
+        _add(walks, sample, {k: [walk(answers, k)] for k in options.num_draft_tokens})
+    return walks
 
 
 def _walk(

@@ -25,6 +25,7 @@ from paceline.export.card import CARD_FILE, model_card
 from paceline.export.serving import served_name, serving_command
 from paceline.export.verify import EXPORTED_DTYPES, verify_exported
 from paceline.forms.carry import FORMS, Carried, check_carried
+from paceline.forms.compact import write_compact
 from paceline.forms.config_json import Serving
 from paceline.forms.load import CONFIG_FILE, WEIGHTS_FILE
 from paceline.forms.source import DraftSource, open_draft
@@ -70,6 +71,7 @@ def run(options: ExportOptions) -> dict[str, Any]:
             "draft": {**draft.config.to_dict(), "aux_layers": list(draft.config.aux_layers)},
             "dtype": dtype_name(dtype),
             "forms": {form: _export(job, form, found) for form, found in carried.items()},
+            "compact": _keep(job) if options.compact else None,
         }
         return stage.finish(result, content=_content(stage.path, options.server))
 
@@ -83,6 +85,11 @@ class _Job:
     dtype: torch.dtype
     trained: Manifest | None
     evaluated: Manifest | None
+
+
+def _keep(job: _Job) -> dict[str, Any]:
+    evaluated = None if job.evaluated is None else job.evaluated.result
+    return write_compact(job.folder / "compact", job.draft, job.target, job.trained, evaluated)
 
 
 def _export(job: _Job, form: str, carried: Carried) -> dict[str, Any]:

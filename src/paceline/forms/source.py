@@ -1,4 +1,4 @@
-"""A draft wherever it comes from: a folder of `train`, or a server's checkpoint."""
+"""A draft wherever it comes from: a folder of `train`, a compact draft, a server's checkpoint."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,26 +12,41 @@ from paceline.contracts import MANIFEST_NAME
 from paceline.draft.checkpoint import load_draft
 from paceline.draft.model import Draft
 from paceline.errors import UsageError
+from paceline.forms.compact import (
+    COMPACT_FILE,
+    COMPACT_WEIGHTS_FILE,
+    load_compact,
+    recorded_target,
+    trained_manifest,
+)
 from paceline.forms.load import CONFIG_FILE, load_exported
 from paceline.target.spec import Target
 
 
 @dataclass(frozen=True)
 class DraftSource:
-    """Where a draft is. trained: the manifest of its `train` folder; None for a server's
-    checkpoint, made here or elsewhere. form: which server's it is; None: as its config says."""
+    """Where a draft is. trained: the manifest of the `train` that made it; None for a server's
+    checkpoint, made here or elsewhere. form: which server's it is; None: as its config says.
+    compact: its weights are kept in 8 bits, away from that folder."""
 
     folder: Path
     trained: Manifest | None
     form: str | None = None
+    compact: bool = False
 
     @property
     def recorded_target(self) -> dict[str, Any] | None:
         """The target that made it, as its manifest says; a checkpoint says none."""
+        if self.compact:
+            return recorded_target(self.folder)
         return None if self.trained is None else self.trained.result["target"]
 
     def describe_input(self) -> dict[str, Any]:
         """The draft as an entry of a manifest's `inputs`."""
+        if self.compact:
+            # The weights alone: what is said of them may grow.
+            weights = fingerprint.of_files([self.folder / COMPACT_WEIGHTS_FILE])
+            return {"path": str(self.folder), "fingerprint": weights}
         if self.trained is not None:
             return describe_input(self.folder, self.trained)
         files = [*self.folder.glob("*.safetensors"), *self.folder.glob("*.bin")]
@@ -50,17 +65,21 @@ class DraftSource:
 
     def load(self, target: Target, dtype: torch.dtype = torch.float32) -> Draft:
         """The draft with the target's embedding, in eval mode."""
+        if self.compact:
+            return load_compact(self.folder, target, dtype)
         if self.trained is not None:
             return load_draft(self.folder, target, dtype)
         return load_exported(self.folder, target, dtype, self.form)
 
 
 def open_draft(folder: str | Path, form: str | None = None) -> DraftSource:
-    """The draft of a finished `train` folder or of a server's checkpoint.
+    """The draft of a finished `train` folder, a compact one, or of a server's checkpoint.
 
-    Raises UsageError where the folder is neither.
+    Raises UsageError where the folder is none of them.
     """
     folder = Path(folder)
+    if (folder / COMPACT_FILE).is_file():
+        return DraftSource(folder, trained_manifest(folder), compact=True)
     if (folder / MANIFEST_NAME).is_file():
         return DraftSource(folder, load_finished(folder, "train"))
     if (folder / CONFIG_FILE).is_file():

@@ -58,8 +58,9 @@ class TrainOptions(StageOptions, TargetOptions, CacheOptions):
     draft: DraftOptions = Field(default_factory=DraftOptions, description="Shape of the draft.")
     start_from: str = opt(
         "",
-        "Draft to train further: a folder of `train`, or a server's checkpoint made elsewhere. Its "
-        "shape and its vocabulary are kept; `draft` and `vocab` are not read then.",
+        "Draft to train further: a folder of `train`, a compact draft, or a server's checkpoint "
+        "made elsewhere. Its shape and its vocabulary are kept; `draft` and `vocab` are not read "
+        "then.",
         identity=False,
     )
     start_form: Literal["vllm", "speculators", "sglang"] | None = opt(
@@ -102,7 +103,14 @@ class TrainOptions(StageOptions, TargetOptions, CacheOptions):
     betas: tuple[float, float] = opt((0.9, 0.95), "AdamW betas.")
     weight_decay: float = opt(0.0, "Weight decay of matrices.", ge=0)
     max_grad_norm: float = opt(1.0, "Gradients are clipped to this norm.", gt=0)
-    seed: int = opt(0, "Seed of weights and data order.")
+    state_noise: float = opt(
+        0.0,
+        "Uniform noise on the auxiliary states in training, at most this share of a state's root "
+        "mean square; against overfitting in many epochs.",
+        ge=0,
+        lt=1,
+    )
+    seed: int = opt(0, "Seed of weights, data order and noise.")
     dtype: Dtype = opt("auto", "Dtype of the arithmetic; weights are kept in float32.")
     device: str = opt("auto", "Device.", identity=False)
     parallel: Literal["ddp", "fsdp2"] = opt(
@@ -179,10 +187,18 @@ class EvaluateOptions(StageOptions, TargetOptions, CacheOptions):
     """`evaluate`: acceptance length, server-free, in real decoding or in a server."""
 
     draft: str = opt(
-        "", "Folder that `train` wrote, or a server's checkpoint made elsewhere.", identity=False
+        "",
+        "Folder that `train` wrote, a compact draft, or a server's checkpoint made elsewhere.",
+        identity=False,
     )
     draft_form: Literal["vllm", "speculators", "sglang"] | None = opt(
         None, "Which server's form a checkpoint made elsewhere is in; None: as its config says."
+    )
+    beside: str = opt(
+        "",
+        "Another draft for this target that is walked over the same answers and shown beside "
+        "(mode chain).",
+        identity=False,
     )
     store: str = opt("", "Store whose answers are walked (mode chain).", identity=False)
     data: str = opt(
@@ -258,6 +274,8 @@ class EvaluateOptions(StageOptions, TargetOptions, CacheOptions):
             raise ValueError("batch_sizes: give numbers of 1 or more")
         if self.server and self.mode != "served":
             raise ValueError("server: only mode served asks one")
+        if self.beside and (self.mode != "chain" or self.temperature):
+            raise ValueError("beside: only mode chain at temperature 0 walks a second draft")
         if self.temperature and self.mode == "served":
             raise ValueError("temperature: mode served is greedy, so that outputs can be compared")
         return self
@@ -267,7 +285,9 @@ class ExportOptions(StageOptions, TargetOptions):
     """`export`: a checkpoint that a server loads, re-loaded and compared."""
 
     draft: str = opt(
-        "", "Folder that `train` wrote, or a server's checkpoint made elsewhere.", identity=False
+        "",
+        "Folder that `train` wrote, a compact draft, or a server's checkpoint made elsewhere.",
+        identity=False,
     )
     draft_form: Literal["vllm", "speculators", "sglang"] | None = opt(
         None, "Which server's form a checkpoint made elsewhere is in; None: as its config says."
@@ -279,6 +299,11 @@ class ExportOptions(StageOptions, TargetOptions):
         {},
         "Release that is to serve a form, with three numbers such as `vllm: 0.22.0` (speculators: "
         "vLLM's): a draft that it cannot carry is refused.",
+    )
+    compact: bool = opt(
+        False,
+        "Also write the draft in 8 bits into a folder `compact`, to keep: `evaluate`, `train` and "
+        "`export` read it, no server does.",
     )
     num_speculative_tokens: int = opt(3, "Chain length in the printed serving command.", ge=1)
     dtype: Dtype = opt("auto", "Dtype of the exported weights; auto: the target's.")

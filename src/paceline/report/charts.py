@@ -34,8 +34,10 @@ class Figure:
 
 
 def methods_of(measured: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The draft and its baselines under the names that people read."""
+    """The draft, its baselines and a draft beside it, under the names that people read."""
     found = {"draft": measured["results"], **measured.get("baselines", {})}
+    if beside := measured.get("beside"):
+        found[f"draft {beside['name']}"] = beside["results"]
     return {METHOD_NAMES.get(name, name): tables for name, tables in found.items() if tables}
 
 

@@ -79,7 +79,8 @@ def verdict(run: RunRecord) -> str:
     if not measured or not measured.get("baselines"):
         return ""
     k = headline_length(measured)
-    pooled = {name: tables[k]["pooled"] for name, tables in methods_of(measured).items()}
+    own = {name: value for name, value in measured.items() if name != "beside"}
+    pooled = {name: tables[k]["pooled"] for name, tables in methods_of(own).items()}
     draft = pooled.pop("draft")
     known = {n: p for n, p in pooled.items() if p["acceptance_length"] is not None}
     if draft["acceptance_length"] is None or not known:

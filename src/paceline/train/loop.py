@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from paceline.recipe import TrainOptions
 from paceline.store import Follower, Store
 from paceline.train.batches import Step, StepPlan
 from paceline.train.flops import needed_flops
+from paceline.train.noise import noise_generator, with_noise
 from paceline.train.optimiser import MasterAdamW
 from paceline.train.parallel import Alone
 from paceline.train.ranks import Ranks
@@ -67,7 +68,9 @@ class Trainer:
         if not num_rows:
             raise TrainingError(f"optimiser step {step} has no supervised row")
         total, sums, num_tokens, flops = 0.0, None, 0, 0.0
-        for batch, is_last in read.batches():
+        generator = noise_generator(self.options.seed, step, self.ranks)
+        for clean, is_last in read.batches():
+            batch = self._noised(clean, generator)
             loss, step_sums = self.loss(batch, self.ttt_steps(step), num_rows)
             self.parallel.backward(loss, is_last)
             self.optimiser.accumulate()
@@ -109,6 +112,10 @@ class Trainer:
             trains_head=self.draft.lm_head.weight.requires_grad,
             teacher_width=config.vocab_size if is_whole else config.draft_vocab_size,
         )
+
+    def _noised(self, batch: PackedBatch, generator: torch.Generator) -> PackedBatch:
+        share = self.options.state_noise
+        return replace(batch, aux=with_noise(batch.aux, share, generator)) if share else batch
 
     def loss(
         self, batch: PackedBatch, num_steps: int, num_rows: int
