@@ -42,6 +42,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=Path, nargs="+", required=True)
     parser.add_argument("--draft", required=True)
+    parser.add_argument("--target", help="left out: the one that the draft names")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--chain", type=int, default=5)
@@ -71,6 +72,7 @@ def answered(options: argparse.Namespace, shares: list[list[Path]]) -> list[dict
         command = [sys.executable, "-m", "paceline.cli.main", "evaluate", "--json"]
         command += ["--mode", "decode", "--dtype", "float32", "--max-turns", "1", "--overwrite"]
         command += ["--draft", options.draft, "--num-draft-tokens", str(options.chain)]
+        command += ["--target", options.target] if options.target else []
         command += ["--max-new-tokens", str(options.max_new_tokens)]
         command += ["--out", str(options.out / f"measured-{number}")]
         command += [word for path in share for word in ("--prompts", str(path))]

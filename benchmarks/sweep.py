@@ -60,8 +60,8 @@ class Machine:
     def run(
         self, name: str, work: list[dict[str, Any]], gpu: str | None = None, threads: int = 2
     ) -> None:
-        """Stages one after the other in one process; its messages go to OUT/logs/NAME.txt. Raises
-        CalledProcessError, TimeoutExpired."""
+        """Stages one after the other in one process; its messages go to OUT/logs/NAME.txt, the last
+        of them are shown where it fails. Raises CalledProcessError, TimeoutExpired."""
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
@@ -69,15 +69,16 @@ class Machine:
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
         path = self.out / "logs" / f"{name}.txt"
-        with path.open("w") as messages:
-            subprocess.run(
-                [sys.executable, __file__, "--work", json.dumps(work)],
-                env=environment,
-                stdout=messages,
-                stderr=messages,
-                timeout=max(self.deadline - time.monotonic(), 1.0),
-                check=True,
-            )
+        command = [sys.executable, __file__, "--work", json.dumps(work)]
+        left = max(self.deadline - time.monotonic(), 1.0)
+        try:
+            with path.open("w") as log:
+                subprocess.run(
+                    command, env=environment, stdout=log, stderr=log, timeout=left, check=True
+                )
+        except subprocess.SubprocessError:
+            say(f"{name}: {path.read_text()[-2000:]}")
+            raise
 
 
 def main() -> None:
@@ -227,18 +228,24 @@ def course(folder: Path, copy: Path) -> dict[str, Any]:
     if not log.exists():
         return {}
     copy.write_text(log.read_text())
-    records = [r for r in map(json.loads, log.read_text().splitlines()) if "loss" in r]
+    lines = list(map(json.loads, log.read_text().splitlines()))
+    records = [line for line in lines if "loss" in line]
     if not records:
         return {}
     last = records[-1]
-    waited = sum(r["wait_s"] for r in records) / sum(r["step_s"] for r in records)
+    rows = sum(r["rows"] for r in records) / len(records) * (last["step"] + 1)
     return {
         "steps": last["step"] + 1,
         "train_s": round(last["elapsed_s"], 1),
-        "rows_per_s": round(sum(r["rows_per_s"] for r in records) / len(records)),
-        "waited": round(waited, 3),
+        "rows_per_s": round(rows / last["elapsed_s"]),
+        "waited": round(sum(r["wait_share"] for r in records) / len(records), 3),
         "loss": round(last["loss"], 4),
         "train_acceptance": [a and round(a, 3) for a in last["train"]["acceptance_rate"]],
+        "looks": [
+            [line["step"], round(line["heldout"]["acceptance"]["acceptance_length"], 3)]
+            for line in lines
+            if "heldout" in line
+        ],
     }
 
 
