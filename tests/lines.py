@@ -39,9 +39,9 @@ def prepared(folder: Path, num_rows: int = 30, seed: int = 0, heldout_share: flo
     return folder / "prepare"
 
 
-def extracted(folder: Path, **options) -> Path:
+def extracted(folder: Path, heldout_share: float = 0.2, **options) -> Path:
     """`prepared`, then store `folder/store` and vocabulary `folder/vocab`."""
-    data = str(prepared(folder))
+    data = str(prepared(folder, heldout_share=heldout_share))
     paceline.extract(
         **{
             "data": data,

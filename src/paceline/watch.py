@@ -113,7 +113,7 @@ def _trained(folder: Path, manifest: Manifest) -> dict[str, Any]:
         "planned_steps": manifest.result.get("steps"),
         "loss": [record["loss"] for record in log.train],
         "acceptance_rate": [record["train"]["acceptance_rate"][0] for record in log.train],
-        "heldout_loss": [r["heldout"]["loss"] for r in log.heldout],
+        "heldout_loss": [r["heldout"]["loss"] for r in log.heldout if r["heldout"]],
         "heldout_acceptance_length": [acceptance_of(r["heldout"]) for r in log.heldout],
     }
     recent = log.train[-_NUM_RECENT:]

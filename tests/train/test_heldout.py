@@ -12,11 +12,13 @@ import paceline
 from paceline.artefact import load_finished
 from paceline.draft.checkpoint import load_draft
 from paceline.draft.unroll import Unroll
-from paceline.errors import UsageError
+from paceline.errors import TrainingError, UsageError
 from paceline.store import Store
 from paceline.target.spec import open_target
 from paceline.train import loop
 from paceline.train.best import BestDraft
+
+from ..lines import extracted, trained
 
 K = 3
 
@@ -172,6 +174,13 @@ def test_samples_are_few_spread_and_stay_the_same(tiny_run, tmp_path):
     assert [known.index(i) for i in chosen] == [i * len(known) // 3 for i in range(3)]
     assert result["heldout"]["rows"][0] == sum(map(store.num_taught_rows, chosen))
     assert {look["rows"][0] for look in looks(out).values()} == {result["heldout"]["rows"][0]}
+
+
+def test_the_best_draft_needs_held_out_data(tmp_path):
+    extracted(tmp_path, heldout_share=0.0)
+    assert trained(tmp_path, "last", max_steps=2, eval_every=1)["heldout"] is None
+    with pytest.raises(TrainingError, match="holds no held-out sample"):
+        trained(tmp_path, max_steps=2, eval_every=1, load_best_model_at_end=True)
 
 
 def test_the_best_draft_needs_looks():

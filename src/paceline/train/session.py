@@ -100,6 +100,11 @@ class Session:
         samples = trainer.ranks.from_first(choose)
         self.heldout = heldout_figures(trainer, samples, options.eval_draft_tokens)
         if self.heldout is None:
+            if options.load_best_model_at_end:
+                raise TrainingError(
+                    f"{trainer.store.folder} holds no held-out sample to tell the best draft by: "
+                    "`prepare` with heldout_share, or train without load_best_model_at_end"
+                )
             return
         self._write({"step": self.next_step, "heldout": self.heldout})
         if options.eval_every:
