@@ -9,6 +9,7 @@ import torch
 import paceline
 from paceline.artefact import load_finished
 from paceline.errors import FingerprintMismatch, StoreError, UsageError
+from paceline.report.gather import gather
 from paceline.store import place
 
 from ..lines import TINY_LAYERS, extracted, trained
@@ -79,3 +80,19 @@ def test_a_line_over_an_object_store_is_that_of_a_folder(
     for key in ("status", "fingerprint", "sample", "verified"):
         assert looked[key] == there[key]
     assert looked["files"]["count"] == len(stamps) + len(("manifest.json", "start.json"))
+
+    run = tmp_path / "far-run"
+    run.mkdir()
+    for stage in ("prepare", "draft-far", "evaluate-far"):
+        (run / stage).symlink_to(tmp_path / stage)
+    record = gather(run)
+    for key in ("accounting", "store", "probe"):
+        assert record.result("extract")[key] == stored[key]
+    shards = sum(path.stat().st_size for path in Path(near).glob("shards/*"))
+    assert shards < record.sizes["extract"].num_bytes < 1.5 * shards
+    page = Path(paceline.report(run_dir=str(run))["page"]).read_text()
+    assert "every sample accounted for" in page
+    # A page can be made without the store that a draft came from.
+    server.choose = lambda number, seen: ERROR_500
+    assert gather(run).result("extract") is None
+    server.forget()

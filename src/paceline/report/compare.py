@@ -160,7 +160,7 @@ def _paired(
 
 def _conversations(record: RunRecord) -> dict[str, dict[str, tuple[int, int]]]:
     """K -> conversation -> (verify steps, accepted). Empty where they were not kept."""
-    path: Path = record.stages["evaluate"].folder / CONVERSATIONS_FILE
+    path = Path(record.stages["evaluate"].folder) / CONVERSATIONS_FILE
     found: dict[str, dict[str, tuple[int, int]]] = {}
     for row in map(json.loads, path.read_text().splitlines() if path.is_file() else ()):
         counts = found.setdefault(str(row["num_draft_tokens"]), {})

@@ -1,24 +1,34 @@
 """Everything that the page tells, read from the folders of a run: nothing is computed anew."""
 
 import json
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paceline.artefact import Manifest, load_manifest
 from paceline.contracts import MANIFEST_NAME
-from paceline.errors import UsageError
+from paceline.errors import StoreError, UsageError
 from paceline.recipe import STAGES
 from paceline.runlog import TrainingLog, read_log
 from paceline.stages import PLAN_FILE, TIMES_FILE
+from paceline.store.place import Place, is_remote
+from paceline.store.remote import finished_manifest
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class StageRecord:
-    """One finished stage: its folder and what its manifest says."""
+    """One finished stage: its folder (of a store in an object store, its URL) and what its manifest
+    says."""
 
-    folder: Path
+    folder: Path | str
     manifest: Manifest
+
+    @property
+    def name(self) -> str:
+        return Path(self.folder).name
 
     @property
     def result(self) -> dict[str, Any]:
@@ -62,16 +72,38 @@ def gather(run_dir: Path) -> RunRecord:
         if manifest.stage in found:
             raise UsageError(
                 f"{run_dir} holds two folders of `{manifest.stage}`, "
-                f"{found[manifest.stage].folder.name} and {path.parent.name}: a page is about one "
-                "run, so move one of them"
+                f"{found[manifest.stage].name} and {path.parent.name}: a page is about one run, so "
+                "move one of them"
             )
         found[manifest.stage] = StageRecord(path.parent, manifest)
     if not found:
         raise UsageError(f"{run_dir} holds no finished stage of paceline")
+    sizes = {name: _size(Path(stage.folder)) for name, stage in found.items()}
+    if "extract" not in found and (far := _far_store(found.get("train"))):
+        found["extract"], sizes["extract"] = far
     stages = {name: found[name] for name in STAGES if name in found}
+    sizes = {name: sizes[name] for name in stages}
     log = read_log(stages["train"].folder) if "train" in stages else TrainingLog([], [])
-    sizes = {name: _size(stage.folder) for name, stage in stages.items()}
     return RunRecord(run_dir, stages, log, _seconds(run_dir, stages), sizes, _plan(run_dir))
+
+
+def _far_store(train: StageRecord | None) -> tuple[StageRecord, FolderSize] | None:
+    """The store below a URL that the draft was trained on. The page goes without one that is not
+    there any more, or is another by now."""
+    entry = train.manifest.inputs.get("store") if train else None
+    if entry is None or not is_remote(entry["path"]):
+        return None
+    url = entry["path"]
+    try:
+        manifest, files = finished_manifest(url), Place(url).files()
+    except (StoreError, UsageError) as error:
+        logger.warning("the page has no figures of the store: %s", error)
+        return None
+    if manifest.fingerprint != entry["fingerprint"]:
+        logger.warning("the page has no figures of the store: %s is another by now", url)
+        return None
+    num_bytes = sum(file.num_bytes for file in files.values())
+    return StageRecord(url, manifest), FolderSize(num_bytes, len(files))
 
 
 def _size(folder: Path) -> FolderSize:

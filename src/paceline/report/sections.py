@@ -261,7 +261,7 @@ def stage_table(run: RunRecord) -> Table:
     rows: list[list[str | tuple[str, str]]] = [
         [
             name,
-            record.folder.name,
+            record.name,
             record.manifest.fingerprint or "",
             (record.manifest.finished or "").replace("T", " ").removesuffix("+00:00"),
             duration_text(run.seconds[name]) if name in run.seconds else "not kept",
