@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from equal_trainers import OwnTrainer, PeerTrainer, Setup, same_start
-from sweep import CHAINS, OWN_KIND, Machine, features, plan, say
+from sweep import CHAINS, OWN_KIND, features, machine_of, plan, say
 
 import paceline
 from paceline.device import choose_device, choose_dtype
@@ -52,9 +52,8 @@ def main() -> None:
     started = time.monotonic()
     given = {"align.draft_vocab_size": options.draft_vocab, "prepare.limit": options.rows}
     setting = plan(options, "equal", {k: v for k, v in given.items() if v})
-    (options.out / "logs").mkdir(parents=True, exist_ok=True)
     gpus = ["0"] if torch.cuda.is_available() else [None]
-    features(Machine(options.out, started + options.seconds), [setting], gpus)
+    features(machine_of(options, started + options.seconds), [setting], gpus)
     say(f"features ready after {time.monotonic() - started:.0f} s")
     store = Store(setting.stages["extract"]["out"])
     setup = make_setup(options, setting.stages, store)

@@ -5,8 +5,9 @@
 Runs the stages of recipes/smollm2-135m.yaml up to the checkpoint, in one process, and takes the
 time, loading of torch included. What follows is not in the time: the draft is exported
 and rounded to 8 bits, the rounded one is measured on the answers of `eval` and `heldout` beside
-prompt lookup, and kept with its figures in OUT/export/compact. FOLDER of `--data`: see sweep.py.
-One JSON object on the last line of stdout.
+prompt lookup, and kept with its figures. OUT gets compact.json and compact.safetensors (the kept
+draft), log.jsonl (the curve) and kept.json (what the last line of stdout says). FOLDER of `--data`:
+see sweep.py.
 """
 
 import argparse
@@ -36,8 +37,9 @@ def main() -> None:
         run(verb, setting.answers[verb])
     train = Path(setting.stages["train"]["out"])
     options.out.mkdir(parents=True, exist_ok=True)
-    shutil.copy(train / "log.jsonl", options.out / "log.jsonl")
-    result |= keep(train, setting, options.out)
+    shutil.copy(train / "log.jsonl", options.out)
+    result |= keep(train, setting, options.scratch, options.out)
+    (options.out / "kept.json").write_text(json.dumps(result))
     print(json.dumps(result))
 
 
@@ -61,31 +63,32 @@ def run(verb: str, options: dict[str, Any]) -> float:
     return seconds
 
 
-def keep(train: Path, setting: Setting, out: Path) -> dict[str, Any]:
+def keep(train: Path, setting: Setting, scratch: Path, out: Path) -> dict[str, Any]:
     """Round, measure, keep. Returns sizes and acceptance lengths."""
-    rounded = out / "rounded"
+    rounded, measured_in = scratch / "rounded", scratch / "measured"
     paceline.export(draft=str(train), out=str(rounded), compact=True, overwrite=True)
     common = {
         "store": setting.answers["extract"]["out"],
         "num_draft_tokens": CHAINS,
         "overwrite": True,
     }
-    exact = paceline.evaluate(draft=str(train), out=str(out / "exact"), baselines=False, **common)
-    measured = paceline.evaluate(
-        draft=str(rounded / "compact"), out=str(out / "measured"), **common
+    exact = paceline.evaluate(
+        draft=str(train), out=str(scratch / "exact"), baselines=False, **common
     )
+    measured = paceline.evaluate(draft=str(rounded / "compact"), out=str(measured_in), **common)
     kept = paceline.export(
         draft=str(rounded / "compact"),
-        evaluate=str(out / "measured"),
-        out=str(out / "export"),
+        evaluate=str(measured_in),
+        out=str(scratch / "export"),
         compact=True,
         overwrite=True,
-    )
-    shutil.rmtree(rounded)
+    )["compact"]
+    for file in Path(kept["folder"]).iterdir():
+        shutil.copy(file, out)
     methods = {"draft": measured["results"], "unrounded": exact["results"]}
     methods |= measured["baselines"]
     return {
-        "kept": kept["compact"],
+        "kept": {"bytes": kept["bytes"], "head": kept["head"]},
         "lengths": {name: lengths(tables) for name, tables in methods.items()},
     }
 

@@ -6,8 +6,8 @@ GPUs of one machine, each measured by the exact server-free evaluation.
 FOLDER of `--data` holds train, eval and heldout `.jsonl.gz` (rows with `source`, `prompt_ids`,
 `response_ids`). Settings are in `--settings` (benchmarks/sweep.yaml): names with overrides of the
 recipe; `teach_prompts` there makes every token of the training rows a supervised one. Stages with
-equal options are done once. Each finished setting adds a line to OUT/results.jsonl, its log stays
-in OUT/logs; after `--seconds` what still trains is ended and said with its last record.
+equal options are done once. Each finished setting adds a line to OUT/results.jsonl; what processes
+say goes to SCRATCH/logs. After `--seconds` what still trains is ended, its last record told.
 """
 
 import argparse
@@ -53,22 +53,22 @@ class Machine:
     """Runs stages in processes of their own, no longer than until `deadline`. gpus: one entry for
     each job that may run at a time; empty for the CPU."""
 
-    out: Path
+    logs: Path
     deadline: float
     gpus: SimpleQueue = field(default_factory=SimpleQueue)
 
     def run(
         self, name: str, work: list[dict[str, Any]], gpu: str | None = None, threads: int = 2
     ) -> None:
-        """Stages one after the other in one process; its messages go to OUT/logs/NAME.txt, the last
-        of them are shown where it fails. Raises CalledProcessError, TimeoutExpired."""
+        """Stages one after the other in one process; its messages go to NAME.txt, the last of
+        them are shown where it fails. Raises CalledProcessError, TimeoutExpired."""
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         }
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
-        path = self.out / "logs" / f"{name}.txt"
+        path = self.logs / f"{name}.txt"
         command = [sys.executable, __file__, "--work", json.dumps(work)]
         left = max(self.deadline - time.monotonic(), 1.0)
         try:
@@ -90,15 +90,15 @@ def main() -> None:
     chosen = yaml.safe_load(options.settings.read_text())
     names = options.only or list(chosen)
     settings = [plan(options, name, chosen[name]) for name in names]
-    (options.out / "logs").mkdir(parents=True, exist_ok=True)
-    machine = Machine(options.out, started + options.seconds)
+    machine = machine_of(options, started + options.seconds)
     gpus = [str(i) for i in range(options.gpus)] or [None]
     for gpu in gpus * options.jobs_per_gpu:
         machine.gpus.put(gpu)
     features(machine, settings, gpus)
     say(f"features ready after {time.monotonic() - started:.0f} s")
     with ThreadPoolExecutor(len(gpus) * options.jobs_per_gpu) as pool:
-        rows = list(pool.map(lambda setting: trained(machine, setting), settings))
+        results = options.out / "results.jsonl"
+        rows = list(pool.map(lambda setting: trained(machine, setting, results), settings))
     say(table(rows))
     say(f"{time.monotonic() - started:.0f} s in all")
 
@@ -116,6 +116,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--jobs-per-gpu", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=540.0)
     return parser.parse_args()
+
+
+def machine_of(options: argparse.Namespace, deadline: float) -> Machine:
+    logs = options.scratch / "logs"
+    for folder in (logs, options.out):
+        folder.mkdir(parents=True, exist_ok=True)
+    return Machine(logs, deadline)
 
 
 def plan(options: argparse.Namespace, name: str, given: dict[str, Any] | None) -> Setting:
@@ -192,7 +199,7 @@ def job(verb: str, options: dict[str, Any]) -> dict[str, Any]:
     return {"verb": verb, "options": options}
 
 
-def trained(machine: Machine, setting: Setting) -> dict[str, Any]:
+def trained(machine: Machine, setting: Setting, results: Path) -> dict[str, Any]:
     """Train and measure one setting; its line of results, written at once."""
     gpu, row = machine.gpus.get(), {"setting": setting.name, "overrides": setting.overrides}
     train = setting.stages["train"]
@@ -215,19 +222,18 @@ def trained(machine: Machine, setting: Setting) -> dict[str, Any]:
         row["cut"] = type(error).__name__
     finally:
         machine.gpus.put(gpu)
-    row |= course(Path(train["out"]), machine.out / "logs" / f"{setting.name}.jsonl")
-    with (machine.out / "results.jsonl").open("a") as file:
+    row |= course(Path(train["out"]))
+    with results.open("a") as file:
         file.write(json.dumps(row) + "\n")
     say(table([row]))
     return row
 
 
-def course(folder: Path, copy: Path) -> dict[str, Any]:
-    """What a training's log says of it at last; the log is copied."""
+def course(folder: Path) -> dict[str, Any]:
+    """What a training's log says of it at last, and all its looks at held-out data."""
     log = folder / "log.jsonl"
     if not log.exists():
         return {}
-    copy.write_text(log.read_text())
     lines = list(map(json.loads, log.read_text().splitlines()))
     records = [line for line in lines if "loss" in line]
     if not records:
