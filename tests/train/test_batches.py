@@ -6,7 +6,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.train.balance import RankShare
 from paceline.train.batches import StepPlan
+
+from ..draft.tiny import tiny_config
 
 NO_END = 10**9
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=30)
@@ -36,9 +39,9 @@ class Samples:
         return int(self.records.num_supervised[sample]) - (sample == 0)
 
 
-def make(num_rows, batch_rows=50, max_tokens=10**6, epochs=1, pieces=None):
+def make(num_rows, batch_rows=50, max_tokens=10**6, epochs=1, pieces=None, share=None):
     samples = Samples(num_rows, pieces or [range(len(num_rows))])
-    return StepPlan(samples, batch_rows, max_tokens, epochs, seed=1)
+    return StepPlan(samples, batch_rows, max_tokens, epochs, 1, share or RankShare())
 
 
 def samples_of(step):
@@ -79,6 +82,36 @@ def test_micro_batches_keep_order_and_budget(num_rows, max_tokens):
         for group in cut.groups:
             fits = many.store.records.num_aux_rows[group].sum() <= max_tokens
             assert len(group) == 1 or fits
+
+
+@settings(deadline=None)
+@given(lengths, st.integers(2, 5), st.integers(4, 60))
+def test_ranks_divide_the_samples_of_each_step_between_them(num_rows, num_ranks, max_tokens):
+    shares = [RankShare(rank, num_ranks, supervised_cost=9) for rank in range(num_ranks)]
+    of_ranks = [
+        list(make(num_rows, max_tokens=max_tokens, share=s).steps(0, NO_END)) for s in shares
+    ]
+    for whole, *parts in zip(make(num_rows).steps(0, NO_END), *of_ranks, strict=True):
+        assert sorted(i for part in parts for i in samples_of(part)) == sorted(samples_of(whole))
+        # A step without groups would be a pause.
+        assert all(part.groups for part in parts)
+        assert {part.num_rows for part in parts} == {whole.num_rows}
+        for part in parts:
+            place = [samples_of(whole).index(i) for i in samples_of(part)]
+            assert place == sorted(place)
+
+
+def test_ranks_get_equal_work_and_not_equal_numbers_of_samples_or_tokens():
+    """Half of the tokens of one sample teach, of the others nearly none."""
+    records = SimpleNamespace(
+        num_supervised=np.array([500, *[5] * 8]), num_aux_rows=np.array([1000] * 9)
+    )
+    config = tiny_config(
+        hidden_size=64, target_hidden_size=64, vocab_size=512, draft_vocab_size=512
+    )
+    samples = np.arange(9)
+    shares = [RankShare.of_draft(config, 3, rank, 2).of(samples, records) for rank in (0, 1)]
+    assert [share.tolist() for share in shares] == [[0], list(range(1, 9))]
 
 
 def test_steps_are_even_on_average_and_the_last_takes_what_is_left():
