@@ -23,13 +23,15 @@ def no_problems(_: dict[str, Any]) -> list[str]:
 @dataclass(frozen=True)
 class Command:
     """A verb. `show` prints a result for people; `problems` names what in a finished result is less
-    than full success (it makes the exit code 1)."""
+    than full success (it makes the exit code 1). on_ranks: torchrun may start it as several
+    processes, of which one speaks."""
 
     name: str
     model: type[Options]
     module: str
     show: Show
     problems: Problems = no_problems
+    on_ranks: bool = False
 
     def run(self, values: dict[str, Any]) -> dict[str, Any]:
         """Check the values and do the work. The verb's module is loaded here, and not before: torch

@@ -91,9 +91,9 @@ def _main(arguments: list[str]) -> int:
     with Output(request.as_json) as output, _terminated_by_exception():
         result, code = _execute(request)
         try:
-            if "error" not in result and not request.as_json and is_first_rank():
-                request.command.show(result, output.console)
-            if is_first_rank():
+            if not request.command.on_ranks or is_first_rank():
+                if "error" not in result and not request.as_json:
+                    request.command.show(result, output.console)
                 output.finish(result)
         except BrokenPipeError:
             # The reader, such as `head`, has seen enough; Python must not complain when it ends.

@@ -22,7 +22,7 @@ _SPARKLINE_WIDTH = 60
 
 def is_first_rank() -> bool:
     """Of processes that torchrun started, one speaks."""
-    return os.environ.get("RANK", "0") == "0"
+    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK") == "0"
 
 
 class _Console(Console):

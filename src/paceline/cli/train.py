@@ -51,4 +51,4 @@ def show_heldout(heldout: dict[str, Any], console: Console) -> None:
         )
 
 
-COMMAND = Command("train", TrainOptions, "paceline.train", show)
+COMMAND = Command("train", TrainOptions, "paceline.train", show, on_ranks=True)
