@@ -122,20 +122,26 @@ class _Peer:
 
 def listen() -> socket.socket:
     """Of the first rank: where the others will connect."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))
 
 
 def accept_all(listener: socket.socket, num_ranks: int) -> dict[int, socket.socket]:
-    """The connections of all other ranks by their numbers."""
+    """The connections of all other ranks by their numbers. Raises TimeoutError where one does not
+    come."""
     found: dict[int, socket.socket] = {}
     listener.settimeout(_CONNECT_S)
     with listener:
         while len(found) < num_ranks - 1:
             connection, _ = listener.accept()
             connection.settimeout(_CONNECT_S)
-            number = connection.recv(_HELLO, socket.MSG_WAITALL)
+            rank = int.from_bytes(connection.recv(_HELLO, socket.MSG_WAITALL))
+            if not 0 < rank < num_ranks:
+                connection.close()  # not one of us: any program may knock at a port
+                continue
             connection.settimeout(None)
-            found[int.from_bytes(number)] = connection
+            found[rank] = connection
     return found
 
 
