@@ -143,7 +143,7 @@ def test_only_the_vllm_engines_import_vllm():
         for module, path in MODULES.items()
         if any(name.split(".")[0] == "vllm" for name in _imports(path))
     }
-    allowed = ("extract.vllm", "answers.vllm", "evaluate.served")
+    allowed = ("extract.vllm", "answers.vllm", "evaluate.served", "vllm_process")
     assert {m for m in users if not m.startswith(allowed)} == set()
 
 

@@ -1,9 +1,12 @@
-"""What everybody who starts vLLM in this process must do first; nothing of vLLM is imported."""
+"""What everybody who starts vLLM in this process must do before and after."""
 
 import contextlib
+import multiprocessing
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from multiprocessing.process import BaseProcess
+from typing import Any
 
 
 def set_environment(wanted: dict[str, str]) -> None:
@@ -25,3 +28,19 @@ def stdout_to_stderr() -> Iterator[None]:
         sys.stdout.flush()
         os.dup2(kept, 1)
         os.close(kept)
+
+
+def children() -> set[BaseProcess]:
+    """The processes that this one has started by multiprocessing, as vLLM does, and that live."""
+    return set(multiprocessing.active_children())
+
+
+def shut_down(engine: Any, processes: Collection[BaseProcess]) -> None:
+    """Let go of vLLM's engine: the processes that it has started end, and without such ones the
+    GPU memory of this one is free again."""
+    engine.engine_core.shutdown()
+    if not processes:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        # It collects garbage. What is left of an engine in other processes waits for ever then.
+        cleanup_dist_env_and_memory()

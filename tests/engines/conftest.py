@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.versions import vllm_version
+from tests.engines.versions import runs_in_one_process, vllm_version
 
 if vllm_version() == (0, 0):
     # The main environment has no vLLM: these tests belong to `make test-engines`.
@@ -29,7 +29,11 @@ else:
         """transformers' own states."""
         return Reference(target)
 
-    @pytest.fixture(scope="session", params=["one process", "several processes"])
+    if not runs_in_one_process():
+        collect_ignore_glob = ["test_models.py", "test_ray.py", "test_replicas.py", "test_step.py"]
+    _WAYS = ["one process"] * runs_in_one_process() + ["several processes"]
+
+    @pytest.fixture(scope="session", params=_WAYS)
     def engine(
         request: pytest.FixtureRequest, target: Target, tmp_path_factory: pytest.TempPathFactory
     ) -> Iterator[VllmEngine]:

@@ -13,3 +13,9 @@ def vllm_version() -> tuple[int, int]:
             continue
         found.append((int(major), int(minor)))
     return max(found)
+
+
+def runs_in_one_process() -> bool:
+    """CPU builds in the middle start a process for the model even where one is asked for; nothing
+    can then reach into the model, and vLLM waits for ever when it collects the garbage of that."""
+    return not (0, 22) <= vllm_version() < (0, 32)

@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from paceline.errors import EngineError
-from paceline.extract.vllm.liveness import call_watched, children
+from paceline.extract.vllm.liveness import call_watched
+from paceline.vllm_process import children
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """vLLM started here, with an exported draft or without one. Public parts of vLLM only: `LLM`, its
 engine's `add_request` and `step`, `get_metrics`."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from paceline.errors import EngineError, UsageError
 from paceline.evaluate.metrics import DraftCounters, of_samples
 from paceline.recipe import EvaluateOptions
 from paceline.target.spec import Target
-from paceline.vllm_process import set_environment, stdout_to_stderr
+from paceline.vllm_process import children, set_environment, shut_down, stdout_to_stderr
 
 _OURS = ("model", "dtype", "speculative_config", "disable_log_stats", "data_parallel_size")
 _LOGPROBS = 20  # vLLM's own limit, unless it is started otherwise
@@ -77,6 +76,7 @@ class InProcess:
                 "model": str(draft),
                 "num_speculative_tokens": num_draft_tokens,
             }
+        others = children()
         # vLLM's constructors raise whatever their parts raise.
         try:
             with stdout_to_stderr():
@@ -88,6 +88,7 @@ class InProcess:
                 + f": {error}"
             ) from error
         self._engine = self._llm.llm_engine
+        self._processes = children() - others
         self._number = 0
         self._greedy = vllm.SamplingParams(
             max_tokens=max_new_tokens,
@@ -127,12 +128,8 @@ class InProcess:
 
     def close(self) -> None:
         """Let go of the models; processes that vLLM started end, GPU memory is free again."""
-        self._engine.engine_core.shutdown()
+        shut_down(self._engine, self._processes)
         self._llm = self._engine = None
-        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
-            from vllm.distributed import cleanup_dist_env_and_memory
-
-            cleanup_dist_env_and_memory()
 
     def _complete(self, requests: list[tuple[list[int], Any]], at_a_time: int) -> list[Any]:
         """Outputs in the order of the requests, at most so many of them under way."""

@@ -20,10 +20,10 @@ from paceline.extract.sink import Destination
 from paceline.extract.vllm import wire
 from paceline.extract.vllm.capture import Capture, CaptureSetup, slot_count
 from paceline.extract.vllm.extension import driver_message
-from paceline.extract.vllm.liveness import call_watched, children
+from paceline.extract.vllm.liveness import call_watched
 from paceline.extract.vllm.settings import VllmSettings, check_effective
 from paceline.extract.vllm.wire import Message
-from paceline.vllm_process import set_environment, stdout_to_stderr
+from paceline.vllm_process import children, set_environment, shut_down, stdout_to_stderr
 
 logger = logging.getLogger(__name__)
 
@@ -137,14 +137,8 @@ class VllmEngine:
         """Let go of the model; processes that vLLM started end, GPU memory is free again."""
         if self._llm is None:
             return
-        from vllm.distributed import cleanup_dist_env_and_memory
-
-        self._engine.engine_core.shutdown()
+        shut_down(self._engine, self._processes)
         self._llm = self._engine = None
-        # Where the model was in processes of its own, this one has no GPU memory to give back, and
-        # asking for it waits for ever.
-        if not self._processes:
-            cleanup_dist_env_and_memory()
 
     # --- what a capture needs: see capture.Requests ---
 

@@ -4,7 +4,6 @@ vLLM fails the step that is under way when its engine process dies, but a call o
 answered then, and its caller would wait for ever.
 """
 
-import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from multiprocessing.process import BaseProcess
@@ -16,11 +15,6 @@ from paceline.errors import EngineError
 _LOOK_EVERY_S = 0.5
 
 Answer = TypeVar("Answer")
-
-
-def children() -> set[BaseProcess]:
-    """The processes that this one has started by multiprocessing, as vLLM does, and that live."""
-    return set(multiprocessing.active_children())
 
 
 def call_watched(call: Callable[[], Answer], processes: Sequence[BaseProcess]) -> Answer:
