@@ -88,7 +88,7 @@ def browser():
 
 
 # The pages and how many figures each has.
-PAGES = {"run": 8, "compare": 3}
+PAGES = {"run": 9, "compare": 3}
 CASES = [(page, w, s) for page in PAGES for w in WIDTHS for s in SCHEMES]
 
 
