@@ -99,6 +99,16 @@ def test_where_drafts_fail_is_what_evaluate_counted(page, tiny_run):
         assert share in section
 
 
+def test_a_token_that_the_draft_cannot_say_is_told_beside_it(tiny_run, tmp_path):
+    folder = _copy(tiny_run, tmp_path, "evaluate")
+
+    def lost(manifest):
+        manifest["result"]["failures"]["tokens"][0] |= {"text": "word", "reachable": False}
+
+    _edit(folder, "evaluate", lost)
+    assert "word<small>outside the draft vocabulary</small></th>" in render(gather(folder))
+
+
 def test_a_run_whose_failures_were_not_counted_has_no_such_section(tiny_run, tmp_path):
     folder = _copy(tiny_run, tmp_path, "evaluate")
     _edit(folder, "evaluate", lambda manifest: manifest["result"].pop("failures"))
