@@ -99,6 +99,20 @@ def disk_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which takes the place of `folder` at the end, whole; missing parents are
+    made. After an error what was there before stays. What is in it is the caller's to fsync."""
+    aside = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    yield aside
+    if folder.exists():
+        shutil.rmtree(folder)
+    os.replace(aside, folder)
+    fsync_folder(folder.parent)
+
+
 def fsync_folder(folder: Path) -> None:
     """Make renames inside a folder survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

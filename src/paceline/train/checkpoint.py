@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from paceline.artefact import fsync_folder, write_json
+from paceline.artefact import replaced_folder, write_json
 from paceline.errors import DiskFullError, TrainingError
 from paceline.train.optimiser import MasterAdamW
 from paceline.train.parallel import whole
@@ -39,26 +39,19 @@ def save_checkpoint(run_folder: Path, next_step: int, optimiser: MasterAdamW, ra
 
 
 def _write(run_folder: Path, next_step: int, tensors: dict[str, torch.Tensor]) -> None:
-    folder = run_folder / FOLDER / f"{next_step:08d}"
-    aside = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
     tensors["torch_rng_state"] = torch.get_rng_state()
-    try:
-        save_file(tensors, aside / _STATE)
-    except SafetensorError as error:
-        # safetensors tells what the file system refused in words alone.
-        raise DiskFullError(
-            f"{aside}: the checkpoint cannot be written ({error}). Earlier ones are kept: make "
-            "room and run the same command again."
-        ) from error
-    with (aside / _STATE).open("rb+") as file:
-        os.fsync(file.fileno())
-    write_json(aside / _STEP, {"next_step": next_step})
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.replace(aside, folder)
-    fsync_folder(folder.parent)
+    with replaced_folder(run_folder / FOLDER / f"{next_step:08d}") as aside:
+        try:
+            save_file(tensors, aside / _STATE)
+        except SafetensorError as error:
+            # safetensors tells what the file system refused in words alone.
+            raise DiskFullError(
+                f"{aside}: the checkpoint cannot be written ({error}). Earlier ones are kept: make "
+                "room and run the same command again."
+            ) from error
+        with (aside / _STATE).open("rb+") as file:
+            os.fsync(file.fileno())
+        write_json(aside / _STEP, {"next_step": next_step})
     for old in _finished(run_folder)[:-_KEPT]:
         shutil.rmtree(old)
 

@@ -7,8 +7,6 @@ states, D target width.
 """
 
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save
 
-from paceline.artefact import fsync_folder, write_atomically, write_json
+from paceline.artefact import replaced_folder, write_atomically, write_json
 from paceline.draft.checkpoint import write_draft
 from paceline.errors import StoreError, UsageError
 from paceline.store import Follower, PackedReader, PackedSamples, Store
@@ -158,16 +156,11 @@ def _save(
     weights: dict[str, torch.Tensor],
 ) -> None:
     step = trainer.in_doubt
-    aside = where.with_name(f".{where.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    write_draft(aside, trainer.draft.config, weights)
     tensors = {
         f"{i}.{name}": getattr(batch, name)
         for i, (batch, _) in enumerate(batches)
         for name in _TENSORS
     }
-    write_atomically(aside / _BATCH, save(tensors))
     record = {
         **about,
         "step": step.number,
@@ -180,10 +173,10 @@ def _save(
         "samples": [sample for _, of_batch in batches for sample in of_batch],
         "micro_batches": [{n: getattr(batch, n) for n in _STARTS} for batch, _ in batches],
     }
-    write_json(aside / _RECORD, record)
-    shutil.rmtree(where, ignore_errors=True)
-    os.replace(aside, where)
-    fsync_folder(where.parent)
+    with replaced_folder(where) as aside:
+        write_draft(aside, trainer.draft.config, weights)
+        write_atomically(aside / _BATCH, save(tensors))
+        write_json(aside / _RECORD, record)
 
 
 def _names(samples: list[dict[str, Any]]) -> str:
