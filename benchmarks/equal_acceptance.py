@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from equal_trainers import OwnTrainer, PeerTrainer, Setup, same_start
-from sweep import CHAINS, OWN_KIND, features, machine_of, plan, say
+from sweep import CHAINS, OWN_KIND, common_parser, features, machine_of, plan, say
 
 import paceline
 from paceline.device import choose_device, choose_dtype
@@ -83,12 +83,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--scratch", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--recipe", default=str(HERE.parent / "recipes" / "smollm2-135m.yaml"))
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")
+    parser = common_parser(__doc__)
     parser.add_argument("--rows", type=int, default=10_000, help="0: all")
     parser.add_argument("--draft-vocab", type=int, default=8192)
     parser.add_argument("--epochs", type=int, default=2)

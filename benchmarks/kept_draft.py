@@ -11,17 +11,15 @@ see sweep.py.
 """
 
 import argparse
-import importlib
 import json
 import shutil
 import time
 from pathlib import Path
 from typing import Any
 
-from sweep import CHAINS, Setting, lengths, plan, say
+from sweep import CHAINS, Setting, common_parser, lengths, plan, run_stage
 
 import paceline
-from paceline.recipe import build
 
 HERE = Path(__file__).parent
 
@@ -31,10 +29,10 @@ def main() -> None:
     setting = plan(options, "kept", {"teach_prompts": options.teach_prompts})
     result: dict[str, Any] = {"seconds": {}}
     for verb in ("prepare", "align", "extract", "train"):
-        result["seconds"][verb] = run(verb, setting.stages[verb])
+        result["seconds"][verb] = run_stage(verb, setting.stages[verb])
     result["seconds"]["all"] = round(time.monotonic() - started, 1)
     for verb in ("prepare", "extract"):
-        run(verb, setting.answers[verb])
+        run_stage(verb, setting.answers[verb])
     train = Path(setting.stages["train"]["out"])
     options.out.mkdir(parents=True, exist_ok=True)
     shutil.copy(train / "log.jsonl", options.out)
@@ -44,23 +42,9 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--scratch", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--recipe", default=str(HERE.parent / "recipes" / "smollm2-135m.yaml"))
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")
+    parser = common_parser(__doc__)
     parser.add_argument("--teach-prompts", action="store_true")
     return parser.parse_args()
-
-
-def run(verb: str, options: dict[str, Any]) -> float:
-    started = time.monotonic()
-    model, function = importlib.import_module(f"paceline.{verb}").VERB
-    function(build(model, options))
-    seconds = round(time.monotonic() - started, 1)
-    say(f"{verb}: {seconds} s")
-    return seconds
 
 
 def keep(train: Path, setting: Setting, scratch: Path, out: Path) -> dict[str, Any]:

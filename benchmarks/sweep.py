@@ -12,6 +12,7 @@ say goes to SCRATCH/logs. After `--seconds` what still trains is ended, its last
 
 import argparse
 import gzip
+import importlib
 import json
 import os
 import subprocess
@@ -27,7 +28,7 @@ from typing import Any
 import yaml
 
 from paceline import fingerprint
-from paceline.recipe import RunOptions
+from paceline.recipe import RunOptions, build
 from paceline.stages import plan_stages, recipe_of
 
 HERE = Path(__file__).parent
@@ -103,15 +104,21 @@ def main() -> None:
     say(f"{time.monotonic() - started:.0f} s in all")
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def common_parser(about: str) -> argparse.ArgumentParser:
+    """The options of all benchmarks that train on these data. about: the script's docstring."""
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--scratch", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--settings", type=Path, default=HERE / "sweep.yaml")
     parser.add_argument("--recipe", default=str(HERE.parent / "recipes" / "smollm2-135m.yaml"))
-    parser.add_argument("--only", nargs="*", default=[], metavar="NAME")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of all settings")
+    return parser
+
+
+def parse() -> argparse.Namespace:
+    parser = common_parser(__doc__)
+    parser.add_argument("--settings", type=Path, default=HERE / "sweep.yaml")
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME")
     parser.add_argument("--gpus", type=int, default=1, help="0: the CPU")
     parser.add_argument("--jobs-per-gpu", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=540.0)
@@ -294,15 +301,18 @@ def say(text: str) -> None:
 
 def work(jobs: list[dict[str, Any]]) -> None:
     """In a process of its own."""
-    import importlib
-
-    from paceline.recipe import build
-
     for one in jobs:
-        model, run = importlib.import_module(f"paceline.{one['verb']}").VERB
-        started = time.monotonic()
-        run(build(model, one["options"]))
-        say(f"{one['verb']}: {time.monotonic() - started:.1f} s")
+        run_stage(one["verb"], one["options"])
+
+
+def run_stage(verb: str, options: dict[str, Any]) -> float:
+    """In this process. Returns and says the seconds."""
+    started = time.monotonic()
+    model, run = importlib.import_module(f"paceline.{verb}").VERB
+    run(build(model, options))
+    seconds = round(time.monotonic() - started, 1)
+    say(f"{verb}: {seconds} s")
+    return seconds
 
 
 if __name__ == "__main__":
