@@ -15,6 +15,8 @@ else:
     if vllm_version() < (0, 22):
         # Families that older CPU builds lack; one version is enough for Ray.
         collect_ignore_glob = ["test_models.py", "test_ray.py"]
+    elif not runs_in_one_process():
+        collect_ignore_glob = ["test_models.py", "test_ray.py", "test_replicas.py", "test_step.py"]
 
     from paceline.extract.vllm.engine import VllmEngine
     from paceline.target.spec import Target, TargetReference
@@ -29,8 +31,6 @@ else:
         """transformers' own states."""
         return Reference(target)
 
-    if not runs_in_one_process():
-        collect_ignore_glob = ["test_models.py", "test_ray.py", "test_replicas.py", "test_step.py"]
     _WAYS = ["one process"] * runs_in_one_process() + ["several processes"]
 
     @pytest.fixture(scope="session", params=_WAYS)

@@ -8,10 +8,9 @@ from paceline.train.ranks import Ranks
 from tests.lines import extracted, trained
 from tests.train import rank_work
 from tests.train.launch import run_ranks
-from tests.train.test_ranks import assert_close, curve
+from tests.train.test_ranks import WAYS, assert_close, curve
 
 pytestmark = pytest.mark.multi_gpu
-WAYS = ("ddp", "fsdp2")
 
 
 @pytest.fixture(scope="module")

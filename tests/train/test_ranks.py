@@ -19,19 +19,12 @@ from paceline.vocab import load_vocabulary
 
 from ..draft import oracle
 from ..draft.tiny import shape_of, tiny_config, tiny_draft, weights_of
-from ..lines import extracted, trained
+from ..lines import trained
 from . import rank_work
 from .launch import run_ranks
 from .poison import poison, samples_of_steps
 
 WAYS = ("ddp", "fsdp2")
-
-
-@pytest.fixture(scope="module")
-def line(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("line")
-    extracted(folder)
-    return folder
 
 
 def curve(folder):

@@ -10,15 +10,8 @@ import paceline
 from paceline.errors import FingerprintMismatch, TrainingError, UsageError
 from paceline.train import loop
 
-from ..lines import extracted, trained
+from ..lines import trained
 from ..targets import save_target
-
-
-@pytest.fixture(scope="module")
-def line(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("line")
-    extracted(folder)
-    return folder
 
 
 def records(folder):

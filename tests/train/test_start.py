@@ -7,14 +7,7 @@ from safetensors.torch import load_file
 from paceline.errors import TrainingError
 from paceline.vocab import load_vocabulary
 
-from ..lines import extracted, trained
-
-
-@pytest.fixture(scope="module")
-def line(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("line")
-    extracted(folder)
-    return folder
+from ..lines import trained
 
 
 def target_tensors(line):
