@@ -31,7 +31,7 @@ from equal_trainers import OwnTrainer, PeerTrainer, Setup, same_start
 from sweep import CHAINS, OWN_KIND, common_parser, features, machine_of, plan, say
 
 import paceline
-from paceline.device import choose_device, choose_dtype
+from paceline.device import choose_device, training_dtype
 from paceline.draft.config import draft_config
 from paceline.recipe import DraftOptions, TrainOptions, build
 from paceline.store import PackedReader, Store
@@ -119,9 +119,7 @@ def make_setup(options: argparse.Namespace, stages: dict[str, Any], store: Store
         vocabulary=vocabulary,
         options=train,
         device=device,
-        dtype=torch.float32
-        if device.type == "cpu"
-        else choose_dtype("auto", device, target.native_dtype()),
+        dtype=torch.float32 if device.type == "cpu" else training_dtype("auto", device),
         max_tokens=options.tokens,
     )
 

@@ -10,7 +10,6 @@ draft), log.jsonl (the curve) and kept.json (what the last line of stdout says).
 see sweep.py.
 """
 
-import argparse
 import json
 import shutil
 import time
@@ -25,8 +24,8 @@ HERE = Path(__file__).parent
 
 
 def main() -> None:
-    options, started = parse(), time.monotonic()
-    setting = plan(options, "kept", {"teach_prompts": options.teach_prompts})
+    options, started = common_parser(__doc__).parse_args(), time.monotonic()
+    setting = plan(options, "kept", None)
     result: dict[str, Any] = {"seconds": {}}
     for verb in ("prepare", "align", "extract", "train"):
         result["seconds"][verb] = run_stage(verb, setting.stages[verb])
@@ -39,12 +38,6 @@ def main() -> None:
     result |= keep(train, setting, options.scratch, options.out)
     (options.out / "kept.json").write_text(json.dumps(result))
     print(json.dumps(result))
-
-
-def parse() -> argparse.Namespace:
-    parser = common_parser(__doc__)
-    parser.add_argument("--teach-prompts", action="store_true")
-    return parser.parse_args()
 
 
 def keep(train: Path, setting: Setting, scratch: Path, out: Path) -> dict[str, Any]:

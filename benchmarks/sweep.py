@@ -5,13 +5,12 @@ GPUs of one machine, each measured by the exact server-free evaluation.
 
 FOLDER of `--data` holds train, eval and heldout `.jsonl.gz` (rows with `source`, `prompt_ids`,
 `response_ids`). Settings are in `--settings` (benchmarks/sweep.yaml): names with overrides of the
-recipe; `teach_prompts` there makes every token of the training rows a supervised one. Stages with
-equal options are done once. Each finished setting adds a line to OUT/results.jsonl; what processes
-say goes to SCRATCH/logs. After `--seconds` what still trains is ended, its last record told.
+recipe. Stages with equal options are done once. Each finished setting adds a line to
+OUT/results.jsonl; what processes say goes to SCRATCH/logs. After `--seconds` what still trains is
+ended, its last record told.
 """
 
 import argparse
-import gzip
 import importlib
 import json
 import os
@@ -135,14 +134,14 @@ def machine_of(options: argparse.Namespace, deadline: float) -> Machine:
 def plan(options: argparse.Namespace, name: str, given: dict[str, Any] | None) -> Setting:
     """A setting's stages, each in a folder that is named by all that shapes it."""
     given = given or {}
-    rows = training_rows(options, given.get("teach_prompts", False))
-    overrides = [f"{k}={json.dumps(value)}" for k, value in given.items() if k != "teach_prompts"]
-    common = [f"run_dir={options.scratch}", f"prepare.data={json.dumps([str(rows)])}"]
+    rows = [str(options.data / "train.jsonl.gz")]
+    overrides = [f"{k}={json.dumps(value)}" for k, value in given.items()]
+    common = [f"run_dir={options.scratch}", f"prepare.data={json.dumps(rows)}"]
     recipe = recipe_of(
         RunOptions(recipe=options.recipe, overrides=common + options.set + overrides)
     )
     stages = plan_stages(recipe)
-    made = {"prepare": settle(options.scratch, stages["prepare"], {"data": [str(rows)]})}
+    made = {"prepare": settle(options.scratch, stages["prepare"], {"data": rows})}
     made["extract"] = settle(options.scratch, stages["extract"], {"data": made["prepare"]["out"]})
     made["align"] = settle(options.scratch, stages["align"], {"data": made["prepare"]["out"]})
     inputs = {"store": made["extract"]["out"], "vocab": made["align"]["out"]}
@@ -162,26 +161,6 @@ def settle(scratch: Path, stage: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     key = fingerprint.of_json({"identity": stage.identity(), "inputs": inputs})
     out = scratch / f"{verb}-{key.rpartition(':')[2][:12]}"
     return {**stage.model_dump(mode="json"), **inputs, "out": str(out)}
-
-
-def training_rows(options: argparse.Namespace, teach_prompts: bool) -> Path:
-    """The file of training rows; with `teach_prompts` one in which all tokens but each row's first
-    are supervised (the target has written these prompts too)."""
-    plain = options.data / "train.jsonl.gz"
-    taught = options.scratch / "train-taught.jsonl"
-    if not teach_prompts:
-        return plain
-    if not taught.exists():
-        options.scratch.mkdir(parents=True, exist_ok=True)
-        with gzip.open(plain, "rt") as rows, taught.open("w") as file:
-            file.writelines(json.dumps(whole_row(json.loads(row))) + "\n" for row in rows)
-    return taught
-
-
-def whole_row(row: dict[str, Any]) -> dict[str, Any]:
-    ids = row["prompt_ids"] + row["response_ids"]
-    mask = [0] + [1] * (len(ids) - 1)
-    return {"id": row["id"], "source": row["source"], "input_ids": ids, "loss_mask": mask}
 
 
 def features(machine: Machine, settings: list[Setting], gpus: list[str | None]) -> None:

@@ -2,6 +2,7 @@
 
 import resource
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -38,6 +39,12 @@ def choose_dtype(name: str, device: torch.device, native: torch.dtype) -> torch.
     return torch.bfloat16 if bfloat16 > 1.5 * float32 else torch.float32
 
 
+def training_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto`: bfloat16 on a GPU, whatever the target is kept in. The moved weights are float32
+    anyway; products of float32 are ten times as slow there, and gradients of float16 can vanish."""
+    return choose_dtype(name, device, torch.bfloat16)
+
+
 def product_flops(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP per second of large matrix products on this machine, timed for a quarter of a second."""
     size = 8192 if device.type == "cuda" else 1024
@@ -54,6 +61,17 @@ def product_flops(device: torch.device, dtype: torch.dtype) -> float:
         product()
         count += 1
     return 2.0 * size**3 * count / (time.perf_counter() - started)
+
+
+def moved_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Vectors of one dtype on a device. To a GPU they go in one copy out of pinned memory: one out
+    of other memory would make the host wait for all that the GPU was given before it."""
+    if device.type != "cuda" or not tensors or tensors[0].is_cuda:
+        return [tensor.to(device) for tensor in tensors]
+    sizes = [len(tensor) for tensor in tensors]
+    pinned = torch.empty(sum(sizes), dtype=tensors[0].dtype, pin_memory=True)
+    torch.cat(list(tensors), out=pinned)
+    return list(pinned.to(device, non_blocking=True).split(sizes))
 
 
 def reset_peak(device: torch.device) -> None:

@@ -66,6 +66,31 @@ def test_loss_and_gradients_equal_the_oracle(name, whole):
     torch.testing.assert_close(mean, loss.detach())
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_temperature_divides_the_targets_logits(name):
+    config = tiny_config()
+    draft = tiny_draft(config)
+    head = torch.randn(40, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    logits = lambda last: last @ head.T
+    said = torch.arange(config.draft_vocab_size) + draft.d2t
+    docs = [random_doc(config, [0, 1, 1, 1, 0, 1], 1)]
+    batch = pack([stored(doc) for doc in docs])
+    teacher = Teacher(logits, said, 0.4)
+    loss, _ = distillation_loss(draft, batch, teacher, 2, 0.8, 4, 3, name)
+    expected = oracle.loss(
+        weights_of(draft),
+        shape_of(config),
+        docs,
+        draft.embed_tokens.weight.detach(),
+        lambda last: logits(last) / 0.4,
+        2,
+        0.8,
+        kind=name,
+        said=said,
+    )
+    torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-9, atol=1e-12)
+
+
 def test_what_the_draft_cannot_say_counts_as_rejected():
     """A draft that is right on its vocabulary accepts just the target's mass there."""
     config = tiny_config()

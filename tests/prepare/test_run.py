@@ -122,6 +122,25 @@ def test_the_split_goes_by_the_prompt(tmp_path: Path, target: Path) -> None:
     assert 10 < sum(splits[f"a{i}"] == "heldout" for i in range(60)) < 40
 
 
+def test_prompts_are_supervised_where_that_is_asked_for(tmp_path: Path, target: Path) -> None:
+    """All before the last supervised token but the first one; held-out samples, whose rows are the
+    same either way, keep to their answers."""
+    rows = many(60)
+    common = {"target": target, "rows": rows, "heldout_share": 0.3}
+    plain = Prepared(tmp_path, **common).samples
+    taught = Prepared(tmp_path, **common, train_on_prompts=True, overwrite=True).samples
+    assert {sample.split for sample in plain} == {"train", "heldout"}
+    for before, after in zip(plain, taught, strict=True):
+        assert (before.sample_id, before.split) == (after.sample_id, after.split)
+        assert np.array_equal(before.input_ids, after.input_ids)
+        expected = list(before.loss_mask)
+        if before.split == "train":
+            last = max(i for i, is_supervised in enumerate(expected) if is_supervised)
+            expected = [i == last or 0 < i < last for i in range(len(expected))]
+            assert sum(expected) > before.loss_mask.sum()
+        assert list(after.loss_mask) == expected
+
+
 def test_a_split_can_be_given(tmp_path: Path, target: Path) -> None:
     done = Prepared(tmp_path, target, many(20), heldout_share=0.9, split="heldout")
     assert {sample.split for sample in done.samples} == {"heldout"}

@@ -13,6 +13,8 @@ from typing import Protocol, Self
 import numpy as np
 import torch
 
+from paceline.device import moved_together
+
 
 class Document(Protocol):
     """What a batch is packed from; `store.StoredSample` is one."""
@@ -62,11 +64,12 @@ class PackedBatch:
 
     def to(self, device: str | torch.device, dtype: torch.dtype) -> Self:
         """All tensors on a device; the states in `dtype` (ids and indices stay int64)."""
+        device = torch.device(device)
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        tensors = {k: v for k, v in values.items() if isinstance(v, torch.Tensor)}
-        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
-        moved["aux"], moved["last"] = moved["aux"].to(dtype), moved["last"].to(dtype)
-        return replace(self, **moved)
+        names = [n for n, v in values.items() if isinstance(v, torch.Tensor) and v.ndim == 1]
+        moved = moved_together([values[name] for name in names], device)
+        states = {n: values[n].to(device, dtype, non_blocking=True) for n in ("aux", "last")}
+        return replace(self, **states, **dict(zip(names, moved, strict=True)))
 
     @property
     def next_ids(self) -> torch.Tensor:
@@ -132,9 +135,8 @@ def taught_steps(batch: PackedBatch, num_steps: int) -> list[TaughtStep]:
             (np.searchsorted(before, rows), chosen + step, supervised.teacher[chosen] + step)
         )
         before = rows
-    sizes = [len(part) for step in steps for part in step]
-    joined = np.concatenate([part for step in steps for part in step] or [np.empty(0, np.int64)])
-    parts = torch.from_numpy(joined).to(batch.aux.device, non_blocking=True).split(sizes)
+    host = [torch.from_numpy(part) for step in steps for part in step]
+    parts = moved_together(host, batch.aux.device)
     taught, num_before = [], len(batch.positions)
     for number, (keep, _, teacher) in enumerate(steps):
         kept, source, device_teacher = parts[3 * number : 3 * number + 3]

@@ -25,13 +25,17 @@ TeacherLogits = Callable[[torch.Tensor], torch.Tensor]  # last [C, D] -> logits 
 @dataclass(frozen=True)
 class Teacher:
     """The target's norm and head. logits: over the draft vocabulary, or where `columns` (int64 [W],
-    ids of the draft vocabulary) is given, over the target's whole vocabulary."""
+    ids of the draft vocabulary) is given, over the target's whole vocabulary. temperature: of the
+    softmax that is taught."""
 
     logits: TeacherLogits
     columns: torch.Tensor | None = None
+    temperature: float = 1.0
 
     def rows(self, last_CD: torch.Tensor) -> distil.Teacher:
         logits = self.logits(last_CD)
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
         if self.columns is None:
             return distil.teacher_rows(logits)
         whole = distil.log_sum_exp(logits)

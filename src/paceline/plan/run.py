@@ -10,7 +10,13 @@ import torch
 
 from paceline.artefact import write_json
 from paceline.contracts import HELDOUT_SPLIT, TRAIN_SPLIT
-from paceline.device import choose_device, choose_dtype, product_flops
+from paceline.device import (
+    choose_device,
+    choose_dtype,
+    dtype_name,
+    product_flops,
+    training_dtype,
+)
 from paceline.errors import TargetError, UsageError
 from paceline.plan.data import DataSample, sample_data
 from paceline.plan.measure import measure, measure_answers
@@ -128,13 +134,8 @@ def _answers(options: PlanOptions, recipe: Recipe, target: Target) -> dict[str, 
 def _setting(options: PlanOptions, recipe: Recipe, shape: TargetShape) -> Setting:
     device = choose_device("auto").type if options.device == "auto" else options.device
     native = getattr(torch, shape.dtype, torch.float32)
-
-    def dtype_of(given: str) -> str:
-        if given == "auto" and device == "cuda":
-            return shape.dtype
-        return str(choose_dtype(given, torch.device("cpu"), native)).removeprefix("torch.")
-
-    extract_dtype, train_dtype = dtype_of(recipe.extract.dtype), dtype_of(recipe.train.dtype)
+    extract_dtype = dtype_name(choose_dtype(recipe.extract.dtype, torch.device(device), native))
+    train_dtype = dtype_name(training_dtype(recipe.train.dtype, torch.device(device)))
     if options.flops is None and device == "cuda" and not torch.cuda.is_available():
         raise UsageError(
             "plan: no GPU is here to time: pass `flops`, a GPU's rate of large matrix products in "

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from paceline.contracts import HELDOUT_SPLIT, TRAIN_SPLIT, TokenSample
 from paceline.dataset import source_of
 from paceline.errors import DataError
@@ -241,13 +243,15 @@ class Converter:
             self.ids.add(digest(base.encode()))
         conversation_id = identity.conversation_id or base
         self.conversations.add(digest(conversation_id.encode()))
+        split = self._split(content.prompt_hash)
+        teaches_all = self.options.train_on_prompts and split == TRAIN_SPLIT
         return [
             TokenSample(
                 sample_id=base if len(pieces) == 1 else f"{base}#{number}",
                 input_ids=piece.input_ids,
-                loss_mask=piece.loss_mask,
+                loss_mask=_with_prompt(piece.loss_mask) if teaches_all else piece.loss_mask,
                 source=identity.source,
-                split=self._split(content.prompt_hash),
+                split=split,
                 conversation_id=conversation_id,
                 num_past_end=piece.num_past_end,
                 finished=piece.finished,
@@ -288,6 +292,13 @@ def _split_as_messages(row: TokenRow, values: dict[str, Any]) -> TokenRow:
     except RowError:
         return row
     return replace(row, prompt_hash=told.prompt_hash) if told else row
+
+
+def _with_prompt(loss_mask: np.ndarray) -> np.ndarray:
+    """The mask with all before its last supervised token supervised; nothing predicts the first."""
+    last = int(np.flatnonzero(loss_mask)[-1])
+    place = np.arange(len(loss_mask))
+    return loss_mask | ((place > 0) & (place < last))
 
 
 def _shortened(piece: TokenPiece, num_tokens: int) -> TokenPiece:

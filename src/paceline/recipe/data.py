@@ -33,6 +33,11 @@ class PrepareOptions(StageOptions, TargetOptions):
     split: Literal["auto", "train", "heldout"] = opt(
         "auto", "`auto`: by `heldout_share`; else all rows go to this split."
     )
+    train_on_prompts: bool = opt(
+        False,
+        "Supervise the prompts of the training split too: the target has a distribution there as "
+        "well, and more rows teach. Held-out samples keep to the answers.",
+    )
     limit: int | None = opt(None, "Use only the first N rows of the data.", ge=1)
     source_weights: dict[str, float] = opt(
         {}, "Share of the rows to keep of each source (0 to 1); sources not named are kept whole."

@@ -83,6 +83,12 @@ class TrainOptions(StageOptions, TargetOptions, CacheOptions):
         "total_variation 1 - a, log_acceptance -log a, hybrid: from kl to total_variation as a "
         "grows.",
     )
+    teacher_temperature: float = opt(
+        1.0,
+        "Temperature of the target's softmax that is taught; below 1 the draft learns more of what "
+        "greedy decoding takes and less of the rest.",
+        gt=0,
+    )
     epochs: float = opt(1.0, "Passes over the supervised rows.", gt=0)
     max_steps: int | None = opt(None, "Optimiser steps; takes the place of `epochs`.", ge=1)
     batch_rows: int = opt(
@@ -111,7 +117,11 @@ class TrainOptions(StageOptions, TargetOptions, CacheOptions):
         lt=1,
     )
     seed: int = opt(0, "Seed of weights, data order and noise.")
-    dtype: Dtype = opt("auto", "Dtype of the arithmetic; weights are kept in float32.")
+    dtype: Dtype = opt(
+        "auto",
+        "Dtype of the arithmetic; weights are kept in float32. auto: bfloat16 on a GPU, the faster "
+        "of float32 and bfloat16 on a CPU.",
+    )
     device: str = opt("auto", "Device.", identity=False)
     parallel: Literal["ddp", "fsdp2"] = opt(
         "ddp",

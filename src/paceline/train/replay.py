@@ -38,7 +38,7 @@ def run(options: ReplayOptions) -> dict[str, Any]:
     draft = load_draft(folder, target)
     vocabulary = DraftVocabulary(draft.d2t.numpy(), draft.t2d.numpy())
     teacher = open_teacher(
-        trained_with.loss, record["last_is_normed"], vocabulary, target, dtype, device
+        trained_with, record["last_is_normed"], vocabulary, target, dtype, device
     )
     draft = round_weights(draft.to(device), dtype).train()
     draft.lm_head.requires_grad_(trained_with.train_head)

@@ -11,7 +11,7 @@ import torch
 
 from paceline import fingerprint
 from paceline.artefact import StageFolder, describe_input, load_finished, open_stage, write_json
-from paceline.device import choose_dtype, dtype_name, product_flops, reset_peak
+from paceline.device import dtype_name, product_flops, reset_peak, training_dtype
 from paceline.draft.checkpoint import WEIGHTS_FILE, write_draft
 from paceline.draft.config import DraftConfig, draft_config
 from paceline.draft.model import Draft
@@ -124,7 +124,7 @@ def _train(
     plan, total_steps = plan_of(options, store, share)
     if stage is not None:
         stage.announce({"steps": total_steps})
-    start = ranks.from_first(lambda: _start(options, folder, plan, ranks.device, target))
+    start = ranks.from_first(lambda: _start(options, folder, plan, ranks.device))
     torch.manual_seed(options.seed)
     dtype = getattr(torch, start["dtype"])
     draft = earlier
@@ -185,7 +185,7 @@ def _finish(
 
 
 def _start(
-    options: TrainOptions, folder: Path, plan: StepPlan, device: torch.device, target: Target
+    options: TrainOptions, folder: Path, plan: StepPlan, device: torch.device
 ) -> dict[str, Any]:
     """Resolved choices, kept from the first start on: a resumed run must go on in the dtype that it
     began in, and the first samples of a stream may be gone by then."""
@@ -193,7 +193,7 @@ def _start(
     if path.is_file():
         return json.loads(path.read_text())
     start = {
-        "dtype": dtype_name(choose_dtype(options.dtype, device, target.native_dtype())),
+        "dtype": dtype_name(training_dtype(options.dtype, device)),
         "aux_rms": None if options.start_from else aux_rms(plan).tolist(),
     }
     write_json(path, start)
@@ -238,7 +238,7 @@ def _build(
         draft=draft,
         frozen=frozen,
         teacher=open_teacher(
-            options.loss, store.spec.last_is_normed, vocabulary, target, dtype, ranks.device
+            options, store.spec.last_is_normed, vocabulary, target, dtype, ranks.device
         ),
         optimiser=OPTIMISERS[options.optimiser](draft, options, parallel),
         store=store,
