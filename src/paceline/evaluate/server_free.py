@@ -125,9 +125,11 @@ def _add(walks: Walks, sample: StoredSample, counts: dict[int, list[Counts]]) ->
 def _baselines(
     store: Store, target: Target, longest: int
 ) -> dict[str, Callable[[StoredSample], list[Answer]]]:
-    training = (store.read(int(i)) for i in store.split(TRAIN_SPLIT))
+    """Each gives a sample's answers. A store that holds no training samples has no bigram table."""
+    training = store.split(TRAIN_SPLIT)
+    samples = (store.read(int(i)) for i in training)
     bigram = BigramTable(
-        ((s.input_ids.numpy(), s.loss_mask.numpy()) for s in training), target.vocab_size
+        ((s.input_ids.numpy(), s.loss_mask.numpy()) for s in samples), target.vocab_size
     )
 
     def by_bigram(sample: StoredSample) -> list[Answer]:
@@ -138,7 +140,8 @@ def _baselines(
         ids = sample.input_ids.numpy()
         return [prompt_lookup_answer(ids, span, longest) for span in spans_of(sample)]
 
-    return {"bigram": by_bigram, "prompt_lookup": by_prompt_lookup}
+    tables = {"bigram": by_bigram} if len(training) else {}
+    return {**tables, "prompt_lookup": by_prompt_lookup}
 
 
 def _check_store(store: Store, draft: Draft, target: Target) -> None:

@@ -12,6 +12,7 @@ from paceline import fingerprint
 from paceline.errors import TargetError
 
 _PACKAGE_PREFIX = "pkg:"
+_SOURCE_FILE = "source.json"
 
 
 def resolve(reference: str, revision: str | None = None, with_weights: bool = True) -> Path:
@@ -46,6 +47,13 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "paceline"
 
 
+def converted_from(folder: Path) -> str | None:
+    """Fingerprint of the GGUF file that a folder was made of; None for any other folder. What a
+    conversion writes differs between versions of transformers, the file does not."""
+    path = folder / _SOURCE_FILE
+    return json.loads(path.read_text())["fingerprint"] if path.is_file() else None
+
+
 def _inside_package(reference: str) -> Path:
     package, _, name = reference.removeprefix(_PACKAGE_PREFIX).partition("/")
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
@@ -75,13 +83,16 @@ def _from_hub(model_id: str, revision: str | None, with_weights: bool) -> Path:
 
 def _dequantised(path: Path) -> Path:
     """The GGUF file as a plain Hugging Face folder in the cache, made once, atomically."""
-    folder = cache_folder() / "gguf" / f"{path.stem}-{fingerprint.of_file(path)}"
+    source = fingerprint.of_file(path)
+    folder = cache_folder() / "converted" / f"{path.stem}-{source}"
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=".converting-", dir=folder.parent))
     try:
         _convert_gguf(path, aside)
+        described = {"file": path.name, "fingerprint": source}
+        (aside / _SOURCE_FILE).write_text(json.dumps(described, indent=1))
         aside.chmod(0o755)
         os.replace(aside, folder)
     except OSError:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from paceline import fingerprint
 from paceline.errors import FingerprintMismatch, TargetError
 from paceline.recipe import TargetOptions
-from paceline.target.resolve import resolve
+from paceline.target.resolve import converted_from, resolve
 from paceline.target.weights import Weights
 
 
@@ -94,7 +94,10 @@ class Target:
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
-        """Named parts, so that a mismatch can say which part differs."""
+        """Named parts, so that a mismatch can say which part differs; of a GGUF file, which holds
+        them all, its own for each."""
+        if source := converted_from(self.folder):
+            return dict.fromkeys(("config", "weights", "tokenizer"), source)
         config = {
             key: value
             for key, value in json.loads((self.folder / "config.json").read_text()).items()
