@@ -54,5 +54,7 @@ class Rotary(nn.Module):
     def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """positions [R] -> cos, sin [R, K / 2]."""
         angles = positions.float()[:, None] * self.inv_freq
-        cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
+        cos, sin = angles.cos(), angles.sin()
+        if self.scaling != 1.0:
+            cos, sin = cos * self.scaling, sin * self.scaling
         return cos.to(dtype), sin.to(dtype)

@@ -6,6 +6,7 @@ online softmax: one product of vectors each. Scores are in units of log 2, as ex
 hardware has.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -298,8 +299,8 @@ def _backward_keys(
     # Rows that see some of the keys, [low, high); within them those that see all.
     blocks, block = tl.num_programs(0), row_borders + tl.program_id(0)
     low = tl.load(block).to(tl.int32) * P
-    high = tl.load(block + blocks).to(tl.int32) * P
-    whole_low = tl.load(block + 2 * blocks).to(tl.int32) * P
+    whole_low = tl.load(block + blocks).to(tl.int32) * P
+    high = tl.load(block + 2 * blocks).to(tl.int32) * P
     whole_high = tl.load(block + 3 * blocks).to(tl.int32) * P
     whole_low = tl.minimum(low + tl.cdiv(whole_low - low, ROWS) * ROWS, high)
     whole_high = low + tl.maximum(whole_high - low, 0) // ROWS * ROWS
@@ -419,16 +420,21 @@ def _row_borders(
     key_start: torch.Tensor, key_last: torch.Tensor, num_keys: int, block: int
 ) -> torch.Tensor:
     """For each block of keys the rows that see some of them and those that see all: int64 [4,
-    blocks], first and end of each. Both tensors ascend, so these are ranges."""
+    blocks], first of some, first of all, end of some, end of all. Both tensors ascend, so these are
+    ranges."""
     low = torch.arange(0, num_keys, block, device=key_start.device)
-    return torch.stack(
-        [
-            torch.searchsorted(key_last, low),
-            torch.searchsorted(key_start, low + block),
-            torch.searchsorted(key_last, low + block - 1),
-            torch.searchsorted(key_start, low, right=True),
-        ]
-    )
+    edges = low + _edge_offsets(block, key_start.device)
+    borders = torch.empty_like(edges)
+    torch.searchsorted(key_last, edges[:2], out=borders[:2])
+    torch.searchsorted(key_start, edges[2:], out=borders[2:])
+    return borders
+
+
+@functools.cache
+def _edge_offsets(block: int, device: torch.device) -> torch.Tensor:
+    """From a block's first key to what its borders are searched by, int64 [4, 1]. Kept, since the
+    host would wait for each copy to the device."""
+    return torch.tensor([[0], [block - 1], [block], [1]], device=device)
 
 
 @dataclass(frozen=True)
