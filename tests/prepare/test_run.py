@@ -122,6 +122,21 @@ def test_the_split_goes_by_the_prompt(tmp_path: Path, target: Path) -> None:
     assert 10 < sum(splits[f"a{i}"] == "heldout" for i in range(60)) < 40
 
 
+def test_a_row_may_name_its_split(tmp_path: Path, target: Path) -> None:
+    named = {"a": "train", "b": "heldout", "c": "validation"}
+    rows = [
+        chat(f"q{i}", "x", id=f"{key}{i}") | {"split": split}
+        for i, (key, split) in enumerate(list(named.items()) * 20)
+    ]
+    for share in (0.0, 1.0):
+        done = Prepared(tmp_path, target, rows, heldout_share=share, overwrite=True)
+        splits = {(sample.sample_id[0], sample.split) for sample in done.samples}
+        by_share = "heldout" if share else "train"
+        assert splits == {("a", "train"), ("b", "heldout"), ("c", by_share)}
+    done = Prepared(tmp_path, target, rows, split="train", overwrite=True)
+    assert {sample.split for sample in done.samples} == {"train"}
+
+
 def test_prompts_are_supervised_where_that_is_asked_for(tmp_path: Path, target: Path) -> None:
     """All before the last supervised token but the first one; held-out samples, whose rows are the
     same either way, keep to their answers."""

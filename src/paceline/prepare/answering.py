@@ -212,6 +212,8 @@ def _output_row(work: _Work) -> dict[str, Any]:
         "finished": last != LENGTH,
         "finish_reason": last,
     }
+    if conversation.identity.split:
+        row["split"] = conversation.identity.split
     if conversation.tools:
         row["tools"] = conversation.tools
     exact = [answer for answer in work.answers if answer["response_ids"] is not None]

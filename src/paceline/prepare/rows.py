@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.contracts import TOKEN_DTYPE
+from paceline.contracts import HELDOUT_SPLIT, TOKEN_DTYPE, TRAIN_SPLIT
 from paceline.errors import DataError
 from paceline.prepare.reading import RawRow
 
@@ -27,11 +27,13 @@ class RowError(DataError):
 
 @dataclass(frozen=True)
 class Identity:
-    """What a row is called, before its content is looked at. Empty id: take the content's hash."""
+    """What a row says of itself, before its content is looked at. Empty id: take the content's
+    hash. split: where the row names one of ours; None leaves it to the options."""
 
     id: str
     conversation_id: str
     source: str
+    split: str | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,10 @@ def identify(row: dict[str, Any], default_source: str) -> Identity:
     source = row.get("source") or default_source
     if not isinstance(source, str):
         raise RowError("bad_field", f"source is {source!r}, not a string")
-    return Identity(str(row_id), str(conversation), source)
+    split = row.get("split")
+    # Data sets have splits of other names, which say nothing about what is to be held out here.
+    named = split if split in (TRAIN_SPLIT, HELDOUT_SPLIT) else None
+    return Identity(str(row_id), str(conversation), source, named)
 
 
 def token_row(row: dict[str, Any], identity: Identity, vocab_size: int) -> TokenRow | None:

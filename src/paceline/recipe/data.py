@@ -31,7 +31,9 @@ class PrepareOptions(StageOptions, TargetOptions):
     max_length: int = opt(4096, "Longest sample in tokens; longer ones are cut.", ge=4)
     heldout_share: Share = opt(0.05, "Share of the conversations kept for evaluation, by hash.")
     split: Literal["auto", "train", "heldout"] = opt(
-        "auto", "`auto`: by `heldout_share`; else all rows go to this split."
+        "auto",
+        "`auto`: where a row's own `split` says (train or heldout), else by `heldout_share`; "
+        "otherwise all rows go to this split.",
     )
     train_on_prompts: bool = opt(
         False,
