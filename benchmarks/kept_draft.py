@@ -20,8 +20,6 @@ from sweep import CHAINS, Setting, common_parser, lengths, plan, run_stage
 
 import paceline
 
-HERE = Path(__file__).parent
-
 
 def main() -> None:
     options, started = common_parser(__doc__).parse_args(), time.monotonic()
