@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 RECIPE ?= recipes/demo.yaml
 
+# The tests start hundreds of interpreters: none compiles again what another has compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test lint fmt docs torture bench clean
 
 demo: $(VENV)/ready

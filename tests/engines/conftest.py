@@ -8,6 +8,9 @@ import pytest
 
 from tests.engines.versions import runs_in_one_process, vllm_version
 
+# vLLM in one process would bind that to a core each thread, and all that is started from it later.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
 if vllm_version() == (0, 0):
     # The main environment has no vLLM: these tests belong to `make test-engines`.
     collect_ignore_glob = ["test_*.py"]

@@ -36,11 +36,6 @@ def test_every_row_of_a_tiny_target(name: str, errors: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
 @pytest.mark.usefixtures("own_processes")
-def test_a_target_over_two_ranks(
-    split: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # vLLM wants a NUMA node for each rank unless it is told which cores to use.
-    first, *_, last = sorted(os.sched_getaffinity(0))
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{first}|{last}")
+def test_a_target_over_two_ranks(split: str, tmp_path: Path) -> None:
     errors = worst_row("llama", tmp_path, **{split: 2})
     assert max(errors.values()) <= ROW_BOUND, errors
