@@ -129,7 +129,9 @@ class Reference:
         if (key := ids.tobytes()) not in self._states:
             self._before_norm.clear()
             batch = torch.from_numpy(ids.astype(np.int64))[None]
-            output = self._model(batch, output_hidden_states=True, use_cache=False)
+            output = self._model(
+                batch, output_hidden_states=True, use_cache=False, logits_to_keep=1
+            )
             aux = torch.stack([output.hidden_states[k][0] for k in self._plan.aux], 1)
             greedy = int(output.logits[0, -1].argmax())
             self._states[key] = aux, self._before_norm[0][0], greedy

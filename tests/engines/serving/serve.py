@@ -1,17 +1,25 @@
-"""One vLLM with one exported draft, in a process of its own: answers, counters, and what its
-draft model makes of given states. `python -m tests.engines.serving.serve REQUEST.json`."""
+"""vLLM with one exported draft after the other, in a process of its own that starts once: answers,
+counters, and what its draft model makes of given states.
+`python -m tests.engines.serving.serve REQUEST.json...`."""
 
 import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
+
+from paceline.vllm_process import shut_down
 
 
-def main(request_path: Path) -> None:
-    request = json.loads(request_path.read_text())
+def main(request_paths: list[Path]) -> None:
     # One process, so that the loaded draft model can be asked directly.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    for path in request_paths:
+        serve(json.loads(path.read_text()))
+
+
+def serve(request: dict[str, Any]) -> None:
     import torch
     from safetensors.torch import load_file, save_file
     from vllm import LLM, SamplingParams
@@ -34,12 +42,9 @@ def main(request_path: Path) -> None:
         SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
         for n in request["max_tokens"]
     ]
+    before = counters_of(llm)
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
-    counters = {
-        metric.name.removeprefix("vllm:spec_decode_num_"): metric.value
-        for metric in llm.get_metrics()
-        if metric.name.startswith("vllm:spec_decode_num_") and not metric.name.endswith("_per_pos")
-    }
+    counters = {name: value - before[name] for name, value in counters_of(llm).items()}
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     drafter = runner.drafter.model
     states = load_file(request["states"])
@@ -53,7 +58,18 @@ def main(request_path: Path) -> None:
         "layers": list(runner.model.model.aux_hidden_state_layers),
     }
     Path(request["answers"]).write_text(json.dumps(answer))
+    shut_down(llm.llm_engine, [])
+
+
+def counters_of(llm: Any) -> dict[str, int]:
+    """vLLM's counters of drafts, cumulative."""
+    prefix = "vllm:spec_decode_num_"
+    return {
+        metric.name.removeprefix(prefix): metric.value
+        for metric in llm.get_metrics()
+        if metric.name.startswith(prefix) and not metric.name.endswith("_per_pos")
+    }
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main([Path(name) for name in sys.argv[1:]])

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +13,13 @@ from safetensors.torch import load_file, save_file
 import paceline
 from paceline.dataset import TokenDataset
 from paceline.draft.checkpoint import load_draft
-from paceline.target.spec import Target, TargetReference
-from tests.conftest import SMOLLM2, RealRun
+from paceline.target.spec import Target
+from tests.conftest import RealRun
+from tests.engines.common import WIDTH
 
 pytestmark = pytest.mark.engine_vllm
 
+FORMS = ("vllm", "speculators", "sglang")
 NUM_DRAFT_TOKENS = 3
 NUM_PROMPTS = 12
 ROWS = 9
@@ -34,61 +35,69 @@ def prompts_and_answers(run: RealRun) -> tuple[list[list[int]], list[list[int]]]
     return prompts, answers
 
 
-def serve(folder: Path, target: Target, run: RealRun, scratch: Path) -> dict[str, Any]:
-    prompts, answers = prompts_and_answers(run)
+@pytest.fixture(scope="module")
+def states() -> dict[str, torch.Tensor]:
+    """What the draft models are asked about."""
     random = torch.Generator().manual_seed(3)
-    width = target.hidden_size
-    save_file(
-        {
-            "aux": torch.randn(ROWS, 3, width, generator=random) * 40,
-            "normed": torch.randn(ROWS, width, generator=random),
-        },
-        scratch / "states.safetensors",
-    )
-    request = {
-        "target": str(target.folder),
-        "draft": str(folder),
-        "num_draft_tokens": NUM_DRAFT_TOKENS,
-        "prompts": prompts,
-        "max_tokens": [len(answer) for answer in answers],
-        "states": str(scratch / "states.safetensors"),
-        "answers": str(scratch / "answers.json"),
+    return {
+        "aux": torch.randn(ROWS, 3, WIDTH, generator=random) * 40,
+        "normed": torch.randn(ROWS, WIDTH, generator=random),
     }
-    (scratch / "request.json").write_text(json.dumps(request))
-    command = [sys.executable, "-m", "tests.engines.serving.serve", str(scratch / "request.json")]
+
+
+@pytest.fixture(scope="module")
+def served(
+    real_run: RealRun,
+    target: Target,
+    states: dict[str, torch.Tensor],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """A folder with FORM.json and FORM.json.st of each form: what `serve` answered."""
+    folder = tmp_path_factory.mktemp("served")
+    paceline.export(draft=str(real_run.draft), out=str(folder / "out"), server=list(FORMS))
+    save_file(states, folder / "states.safetensors")
+    prompts, answers = prompts_and_answers(real_run)
+    requests = [folder / f"{form}-request.json" for form in FORMS]
+    for form, path in zip(FORMS, requests, strict=True):
+        request = {
+            "target": str(target.folder),
+            "draft": str(folder / "out" / form),
+            "num_draft_tokens": NUM_DRAFT_TOKENS,
+            "prompts": prompts,
+            "max_tokens": [len(answer) for answer in answers],
+            "states": str(folder / "states.safetensors"),
+            "answers": str(folder / f"{form}.json"),
+        }
+        path.write_text(json.dumps(request))
+    command = [sys.executable, "-m", "tests.engines.serving.serve", *map(str, requests)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    return {
-        **json.loads((scratch / "answers.json").read_text()),
-        **load_file(scratch / "answers.json.st"),
-        "expected": answers,
-    }
+    return folder
 
 
-@pytest.mark.parametrize("form", ["vllm", "speculators", "sglang"])
+@pytest.mark.parametrize("form", FORMS)
 def test_an_exported_draft_is_served_as_it_was_trained(
-    form: str, real_run: RealRun, tmp_path: Path
+    form: str, real_run: RealRun, target: Target, states: dict[str, torch.Tensor], served: Path
 ) -> None:
     """The SGLang form too: with the default layers its files are vLLM's."""
-    target = Target(TargetReference(SMOLLM2))
-    paceline.export(draft=str(real_run.draft), out=str(tmp_path / "out"), server=[form])
-    served = serve(tmp_path / "out" / form, target, real_run, tmp_path)
+    answer = json.loads((served / f"{form}.json").read_text())
+    made = load_file(served / f"{form}.json.st")
+    _, expected = prompts_and_answers(real_run)
 
-    assert served["tokens"] == served["expected"]
-    counters = served["counters"]
+    assert answer["tokens"] == expected
+    counters = answer["counters"]
     assert counters["drafts"] > NUM_PROMPTS
     assert counters["draft_tokens"] == NUM_DRAFT_TOKENS * counters["drafts"]
     # Trained on these answers: a map, a norm or a layer gone wrong accepts next to nothing.
     assert 1 + counters["accepted_tokens"] / counters["drafts"] > 1.3
 
     trained = load_draft(real_run.draft, target)
-    assert tuple(served["layers"]) == trained.config.aux_layers == (2, 15, 27)
-    states = load_file(tmp_path / "states.safetensors")
+    assert tuple(answer["layers"]) == trained.config.aux_layers == (2, 15, 27)
     with torch.no_grad():
         fused = trained.fuse(states["aux"])
         logits = trained.lm_head(states["normed"])
-    torch.testing.assert_close(served["fused"], fused, rtol=1e-4, atol=1e-4)
-    sayable = torch.isfinite(served["logits"])
+    torch.testing.assert_close(made["fused"], fused, rtol=1e-4, atol=1e-4)
+    sayable = torch.isfinite(made["logits"])
     assert sayable.shape == (ROWS, target.vocab_size)
     assert torch.equal(sayable, trained.t2d.expand(ROWS, -1))
-    torch.testing.assert_close(served["logits"][:, trained.t2d], logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(made["logits"][:, trained.t2d], logits, rtol=1e-4, atol=1e-4)
