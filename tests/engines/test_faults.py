@@ -27,7 +27,8 @@ def test_an_error_at_every_hook_is_raised_by_the_driver(
     for state in engine.call("paceline_runner_state"):
         assert state == {"shadowed": False, "hooks": 0}
     assert engine.greedy([samples[0].input_ids[:30]], 4) == before
-    assert_all_right(capture(engine, samples, tmp_path / "again"), samples, reference)
+    few = samples[:3]
+    assert_all_right(capture(engine, few, tmp_path / "again"), few, reference)
 
 
 def test_a_consumer_that_stops_leaves_the_engine_usable(
