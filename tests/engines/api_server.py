@@ -14,7 +14,7 @@ import httpx
 
 from paceline.target.spec import Target
 
-START_LIMIT_S = 240
+START_LIMIT_S = 600.0
 
 
 @contextmanager
