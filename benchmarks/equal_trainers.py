@@ -170,9 +170,7 @@ def peer_model(setup: Setup) -> nn.Module:
 def same_start(setup: Setup, trainer: PeerTrainer, folder: Path) -> Draft:
     """A paceline draft with the peer's weights as they are now."""
     trainer.save(folder)
-    draft = load_exported(folder, setup.target, torch.float32).requires_grad_(True)
-    draft.embed_tokens.requires_grad_(False)
-    return draft
+    return load_exported(folder, setup.target, torch.float32)
 
 
 def peer_batch(packed: PackedSamples, setup: Setup) -> dict[str, Any]:

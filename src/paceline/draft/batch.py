@@ -64,12 +64,15 @@ class PackedBatch:
 
     def to(self, device: str | torch.device, dtype: torch.dtype) -> Self:
         """All tensors on a device; the states in `dtype` (ids and indices stay int64)."""
-        device = torch.device(device)
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        names = [n for n, v in values.items() if isinstance(v, torch.Tensor) and v.ndim == 1]
-        moved = moved_together([values[name] for name in names], device)
-        states = {n: values[n].to(device, dtype, non_blocking=True) for n in ("aux", "last")}
-        return replace(self, **states, **dict(zip(names, moved, strict=True)))
+        tensors = {k: v for k, v in values.items() if isinstance(v, torch.Tensor)}
+        # Changed after the copy: the host would be slow at it, and wider states take longer to go.
+        states = {
+            name: tensors.pop(name).to(device, non_blocking=True).to(dtype)
+            for name in ("aux", "last")
+        }
+        moved = moved_together(list(tensors.values()), torch.device(device))
+        return replace(self, **states, **dict(zip(tensors, moved, strict=True)))
 
     @property
     def next_ids(self) -> torch.Tensor:

@@ -126,7 +126,14 @@ def _baselines(
     store: Store, target: Target, longest: int
 ) -> dict[str, Callable[[StoredSample], list[Answer]]]:
     """Each gives a sample's answers. A store that holds no training samples has no bigram table."""
+
+    def by_prompt_lookup(sample: StoredSample) -> list[Answer]:
+        ids = sample.input_ids.numpy()
+        return [prompt_lookup_answer(ids, span, longest) for span in spans_of(sample)]
+
     training = store.split(TRAIN_SPLIT)
+    if not len(training):
+        return {"prompt_lookup": by_prompt_lookup}
     samples = (store.read(int(i)) for i in training)
     bigram = BigramTable(
         ((s.input_ids.numpy(), s.loss_mask.numpy()) for s in samples), target.vocab_size
@@ -136,12 +143,7 @@ def _baselines(
         ids = sample.input_ids.numpy()
         return [bigram.answer(ids, span, longest) for span in spans_of(sample)]
 
-    def by_prompt_lookup(sample: StoredSample) -> list[Answer]:
-        ids = sample.input_ids.numpy()
-        return [prompt_lookup_answer(ids, span, longest) for span in spans_of(sample)]
-
-    tables = {"bigram": by_bigram} if len(training) else {}
-    return {**tables, "prompt_lookup": by_prompt_lookup}
+    return {"bigram": by_bigram, "prompt_lookup": by_prompt_lookup}
 
 
 def _check_store(store: Store, draft: Draft, target: Target) -> None:

@@ -298,9 +298,9 @@ def _split_as_messages(row: TokenRow, values: dict[str, Any]) -> TokenRow:
 
 def _with_prompt(loss_mask: np.ndarray) -> np.ndarray:
     """The mask with all before its last supervised token supervised; nothing predicts the first."""
-    last = int(np.flatnonzero(loss_mask)[-1])
-    place = np.arange(len(loss_mask))
-    return loss_mask | ((place > 0) & (place < last))
+    whole = loss_mask.copy()
+    whole[1 : np.flatnonzero(loss_mask)[-1]] = True
+    return whole
 
 
 def _shortened(piece: TokenPiece, num_tokens: int) -> TokenPiece:

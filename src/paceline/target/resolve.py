@@ -12,7 +12,8 @@ from paceline import fingerprint
 from paceline.errors import TargetError
 
 _PACKAGE_PREFIX = "pkg:"
-_SOURCE_FILE = "source.json"
+# A name that no model folder of others has.
+_SOURCE_FILE = "paceline-source.json"
 
 
 def resolve(reference: str, revision: str | None = None, with_weights: bool = True) -> Path:
