@@ -83,7 +83,7 @@ def test_on_a_terminal_a_bar_is_drawn_on_stderr_alone():
             break
         drawn += block
     os.close(terminal)
-    out, _ = worker.communicate(timeout=60)
+    out, _ = worker.communicate(timeout=300)
     assert worker.returncode == 0
     assert out == b""
     for word in (b"carrying", b"stone/s", b"100%", b"heavy"):

@@ -57,7 +57,7 @@ def test_a_reader_that_has_seen_enough_is_no_failure(tiny_run):
     """`paceline inspect ... | head -1`: exit code 0 and no complaint."""
     process = start("inspect", tiny_run / "train")
     process.stdout.close()
-    _, told = process.communicate(timeout=120)
+    _, told = process.communicate(timeout=300)
     assert (process.returncode, told) == (0, "")
 
 

@@ -14,7 +14,7 @@ from paceline.dataset import TokenDataset
 from paceline.errors import DiskFullError
 from tests.tiny_line import program, start
 
-_DEADLINE_S = 120
+_DEADLINE_S = 300
 
 
 def _until(condition, process):

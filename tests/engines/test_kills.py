@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -87,10 +88,18 @@ def wait_for_shards(out: Path, count: int, process: subprocess.Popen) -> None:
 
 
 def wait_for_all_gone(family: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(family, timeout=30)
-    left = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     # Helpers of multiprocessing end with vLLM's processes; what loads models must not stay.
-    assert not [p for p in left if "resource_tracker" not in " ".join(p.cmdline())]
+    deadline = time.monotonic() + TIMEOUT_S
+    while left := [process for process in family if loads_models(process)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def loads_models(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            return "resource_tracker" not in " ".join(process.cmdline())
+    return False
 
 
 def test_killed_driver_worker_and_sigterm(

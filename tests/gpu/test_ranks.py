@@ -53,7 +53,6 @@ def test_a_killed_rank_ends_all_and_the_run_goes_on(line, tmp_path, how):
         str(tmp_path / "run"),
         faults,
         options,
-        seconds=60,
     )
     codes, texts = run({"die_at": 5})
     assert codes == [1, -9]
@@ -66,6 +65,6 @@ def test_a_killed_rank_ends_all_and_the_run_goes_on(line, tmp_path, how):
 def test_T08_a_rank_that_fails_in_save_ends_all_with_its_text(line, tmp_path):
     options = {"parallel": "fsdp2", "device": "cuda"}
     arguments = str(line), str(tmp_path / "run"), {"fail_in_save": 1}, options
-    codes, texts = run_ranks(rank_work.train, tmp_path / "ranks", *arguments, seconds=60)
+    codes, texts = run_ranks(rank_work.train, tmp_path / "ranks", *arguments)
     assert codes == [1, 1]
     assert "the disk fell off" in texts[0]

@@ -93,7 +93,7 @@ def test_a_batch_at_hand_does_not_wait_for_the_next_group(store: Store) -> None:
 
     def groups() -> Iterator[list[int]]:
         yield [1]
-        assert may_go_on.wait(60)
+        assert may_go_on.wait(300)
         yield [2]
 
     reader = iter(PackedReader(store, groups()))
@@ -107,7 +107,7 @@ def test_leaving_early_stops_groups_that_wait(store: Store) -> None:
 
     def groups() -> Iterator[list[int]]:
         yield [1]
-        assert stopped.wait(60)
+        assert stopped.wait(300)
 
     reader = iter(PackedReader(store, groups(), on_close=stopped.set))
     next(reader)

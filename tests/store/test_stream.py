@@ -29,7 +29,7 @@ from paceline.store import (
 from paceline.store.budget import consumed_numbers, let_go
 from paceline.store.files import shard_numbers
 from paceline.store.packing import cut, shuffled
-from paceline.store.presence import DEAD, READER, look, present
+from paceline.store.presence import DEAD, READER, RUNNING, look, present
 
 from ..small_disk import small_disk
 from .children import in_child, wait, with_fuse
@@ -72,9 +72,16 @@ def write(
             stage.finish(said, content_fingerprint(folder))
 
 
-def dying_at(fatal: int) -> Callable[[int], None]:
+def wait_for_reader(folder: Path) -> None:
+    """To a reader that begins later, a writer that is gone already is one of an earlier run."""
+    while not ((reader := look(folder, READER)) and reader.state == RUNNING):
+        os.sched_yield()
+
+
+def dying_at(fatal: int, folder: Path) -> Callable[[int], None]:
     def die(number: int) -> None:
         if number == fatal:
+            wait_for_reader(folder)
             os.kill(os.getpid(), signal.SIGKILL)
 
     return die
@@ -125,7 +132,7 @@ def read_ids(
             done.append(windows)
             yield group
 
-    with follow(folder, order_of(folder), wait_s=60, rank=rank) as store:
+    with follow(folder, order_of(folder), wait_s=300, rank=rank) as store:
         for number, batch in enumerate(PackedReader(store, groups(store), on_close=store.stop)):
             assert _size(folder) <= max_bytes
             for i, record in enumerate(batch.records):
@@ -241,11 +248,11 @@ def test_ranks_read_the_same_order(tmp_path: Path) -> None:
 
 def test_a_writer_that_is_killed_is_told_and_the_pair_goes_on(tmp_path: Path, whole: Path) -> None:
     folder = tmp_path / "store"
-    pid, reading = in_child(lambda _: write(folder, before=dying_at(30)))
+    pid, reading = in_child(lambda _: write(folder, before=dying_at(30, folder)))
     seen: list[list[str]] = []
     with (
         pytest.raises(StreamError, match=rf"the writer \(pid {pid} on .*\) died"),
-        follow(folder, order_of(folder), wait_s=60) as store,
+        follow(folder, order_of(folder), wait_s=300) as store,
     ):
         for group, done in batches(store):
             if group:
@@ -262,15 +269,15 @@ def test_a_writer_that_is_killed_is_told_and_the_pair_goes_on(tmp_path: Path, wh
 
 def test_a_reader_that_has_work_hears_of_its_writers_death(tmp_path: Path) -> None:
     folder = tmp_path / "store"
-    pid, reading = in_child(lambda _: write(folder, None, dying_at(60)))
-    with follow(folder, order_of(folder), wait_s=60) as store:
+    pid, reading = in_child(lambda _: write(folder, None, dying_at(60, folder)))
+    with follow(folder, order_of(folder), wait_s=300) as store:
         next(batches(store))
         assert wait(pid, reading) == -signal.SIGKILL
         with pytest.raises(StreamError, match=rf"the writer \(pid {pid} on .*\) died"):
             until_it_raises(store.check_writer)
 
 
-def until_it_raises(check: Callable[[], None], seconds: float = 20.0) -> None:
+def until_it_raises(check: Callable[[], None], seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         check()
@@ -284,7 +291,7 @@ def test_a_reader_that_is_killed_is_told_and_the_pair_goes_on(
     folder = tmp_path / "store"
 
     def read_and_die(writing: int) -> None:
-        with follow(folder, order_of(folder), wait_s=60) as store:
+        with follow(folder, order_of(folder), wait_s=300) as store:
             for number, (group, done) in enumerate(batches(store), start=1):
                 checkpoint(store, group, done)
                 if number == 6:
@@ -311,7 +318,7 @@ def test_each_side_hears_why_the_other_failed(tmp_path: Path) -> None:
     folder = tmp_path / "a"
 
     def fail(writing: int) -> None:
-        with follow(folder, order_of(folder), wait_s=60) as store:
+        with follow(folder, order_of(folder), wait_s=300) as store:
             next(store.windows("train"))
             raise ZeroDivisionError("loss is not finite")
 
@@ -323,6 +330,7 @@ def test_each_side_hears_why_the_other_failed(tmp_path: Path) -> None:
 
     def fail_to_write(number: int) -> None:
         if number == 1:
+            wait_for_reader(folder)
             raise ZeroDivisionError("engine fell over")
 
     child = in_child(lambda _: write(folder, before=fail_to_write))
@@ -346,7 +354,7 @@ def test_a_full_budget_asks_for_a_release(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     child = in_child(lambda _: write(folder))
     num_asked = 0
-    with follow(folder, order_of(folder), wait_s=60) as store:
+    with follow(folder, order_of(folder), wait_s=300) as store:
         for group, done in batches(store):
             # A training that checkpoints only when it is asked to.
             if not group:
@@ -361,7 +369,7 @@ def test_a_budget_that_nothing_can_leave_is_an_error(tmp_path: Path) -> None:
     child = in_child(lambda _: write(folder))
     with (
         pytest.raises(StreamError, match="Raise `stream_bytes` of extract"),
-        follow(folder, order_of(folder), wait_s=60) as store,
+        follow(folder, order_of(folder), wait_s=300) as store,
     ):
         for window in store.windows("train"):
             if window is None:
@@ -375,7 +383,7 @@ def test_shards_with_held_out_samples_stay(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     samples = [*heldout, *SAMPLES[6:]]
     child = in_child(lambda _: write(folder, samples=samples))
-    with follow(folder, order_of(folder), wait_s=60) as store:
+    with follow(folder, order_of(folder), wait_s=300) as store:
         for group, done in batches(store):
             checkpoint(store, group, done)
             kept = [store.read(i).record.sample_id for i in store.split("heldout")]

@@ -25,13 +25,13 @@ _SERVER.set_forkserver_preload(["tests.train.launch", "tests.train.rank_work"])
 
 
 def run_ranks(
-    work: Callable[..., None], folder: Path, *arguments: Any, count: int = 2, seconds: float = 90.0
+    work: Callable[..., None], folder: Path, *arguments: Any, count: int = 2
 ) -> tuple[list[int], list[str]]:
     """work(rank, *arguments) on every rank: exit codes, and the errors that ranks ended with (""
     for none). `folder` is for the errors."""
     folder.mkdir(parents=True, exist_ok=True)
     processes = start_ranks(work, folder, *arguments, count=count)
-    codes = wait(*processes, seconds=seconds)
+    codes = wait(*processes)
     texts = [folder / f"error{rank}.txt" for rank in range(count)]
     return codes, [text.read_text() if text.is_file() else "" for text in texts]
 

@@ -16,6 +16,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401 (loaded once, by t
 import paceline
 from paceline.errors import PacelineError
 from paceline.extract.sink import Sink
+from paceline.store.presence import READER, RUNNING, WRITER, look
 from paceline.train.loop import Trainer
 
 from ..lines import TINY_LAYERS, prepared
@@ -26,6 +27,8 @@ _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["tests.train.pairs"])
 # A shard holds five samples, the stream eight shards.
 STREAM_BYTES = 400_000
+# What ends within seconds may take long where both cores are wanted by others.
+PATIENCE_S = 300.0
 
 
 def prepare(folder: Path) -> None:
@@ -35,18 +38,19 @@ def prepare(folder: Path) -> None:
 
 
 def start_extract(folder: Path, store: Path, die_at: int | None = None, **options) -> Process:
-    """die_at: kill -9 before this sample is stored, counted from 0."""
+    """die_at: kill -9 before this sample is stored, counted from 0; where the store is a stream,
+    not before its reader is there."""
     return _start(_extract, folder, str(store), die_at, options)
 
 
 def start_train(
     folder: Path, store: Path, out: Path, die_at: int | None = None, **options
 ) -> Process:
-    """die_at: kill -9 before this optimiser step."""
+    """die_at: kill -9 before this optimiser step, not before the writer is there."""
     return _start(train_on_stream, folder, str(store), str(out), die_at, options)
 
 
-def wait(*processes: Process, seconds: float = 60.0) -> list[int]:
+def wait(*processes: Process, seconds: float = PATIENCE_S) -> list[int]:
     """Exit codes; negative: the signal. Both must end in time."""
     deadline = time.monotonic() + seconds
     for process in processes:
@@ -76,24 +80,22 @@ def _in_child(work: Callable, folder: str, *arguments: object) -> None:
 
 
 def _extract(folder: Path, store: str, die_at: int | None, options: dict) -> None:
+    settings = {"stream_bytes": STREAM_BYTES, "max_batch_tokens": 128, **options}
     if die_at is not None:
-        _die_before(Sink, "add", die_at)
+        witness = READER if settings["stream_bytes"] else None
+        _die_before(Sink, "add", die_at, store, witness)
     paceline.extract(
-        **{
-            "data": str(folder / "prepare"),
-            "out": store,
-            "layers": TINY_LAYERS,
-            "dtype": "float32",
-            "stream_bytes": STREAM_BYTES,
-            "max_batch_tokens": 128,
-            **options,
-        }
+        data=str(folder / "prepare"),
+        out=store,
+        layers=TINY_LAYERS,
+        dtype="float32",
+        **settings,
     )
 
 
 def train_on_stream(folder: Path, store: str, out: str, die_at: int | None, options: dict) -> None:
     if die_at is not None:
-        _die_before(Trainer, "step", die_at)
+        _die_before(Trainer, "step", die_at, store, WRITER)
     paceline.train(
         **{
             "store": store,
@@ -111,14 +113,23 @@ def train_on_stream(folder: Path, store: str, out: str, die_at: int | None, opti
     )
 
 
-def _die_before(owner: type, name: str, fatal: int) -> None:
+def _die_before(owner: type, name: str, fatal: int, store: str, witness: str | None) -> None:
+    """A side that dies before the other has begun would be one of an earlier pair to it, and it
+    would wait for the next: so the other, if one is to come, must be there."""
     real, count = getattr(owner, name), 0
 
     def counting(*arguments: object, **named: object) -> object:
         nonlocal count
         if count == fatal:
+            while witness and not _is_there(store, witness):
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         count += 1
         return real(*arguments, **named)
 
     setattr(owner, name, counting)
+
+
+def _is_there(store: str, side: str) -> bool:
+    peer = look(Path(store), side)
+    return peer is not None and peer.state == RUNNING
