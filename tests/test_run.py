@@ -111,10 +111,12 @@ def test_times_are_kept_for_every_stage(tiny_run):
         assert entry["created"] == load_manifest(tiny_run / name).created
 
 
-def test_changed_options_are_refused_at_their_stage(tiny_run):
+def test_changed_options_are_refused_at_their_stage_and_nothing_is_lost(tiny_run):
     recipe = load_recipe(tiny_run.parent / "recipe.yaml")
+    before = {path: path.read_bytes() for path in tiny_run.rglob("*.json")}
     with pytest.raises(FingerprintMismatch, match="draft_vocab_size: was 96, now 64"):
         paceline.run(recipe, overrides=["align.draft_vocab_size=64"])
+    assert {path: path.read_bytes() for path in tiny_run.rglob("*.json")} == before
 
 
 def test_a_failing_stage_keeps_those_before_it_and_the_time(tmp_path):

@@ -40,7 +40,9 @@ def run(options: RunOptions) -> dict[str, Any]:
     planned = plan_stages(recipe)
     folder = Path(recipe.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    _keep_plan(recipe, planned, folder / PLAN_FILE)
+    plan_path = folder / PLAN_FILE
+    if not _is_plan_of(recipe, plan_path):
+        _make_plan(recipe, planned, plan_path)
     times = StageTimes(folder / TIMES_FILE)
 
     def run_stage(name: str) -> dict[str, Any]:
@@ -54,6 +56,9 @@ def run(options: RunOptions) -> dict[str, Any]:
                 planned[name].out, lambda: run_stage("extract"), lambda: run_stage("train")
             )
         elif name not in stages:
+            # Nothing is held against a plan of another recipe; it stays where the run is refused.
+            if name == "report" and not _is_plan_of(recipe, plan_path):
+                plan_path.unlink(missing_ok=True)
             stages[name] = run_stage(name)
     return {"run_dir": str(folder), "stages": stages, "page": stages["report"]["result"]["page"]}
 
@@ -81,17 +86,17 @@ def _streamed(options: ExtractOptions) -> ExtractOptions:
     return options.model_copy(update={"stream_bytes": room})
 
 
-def _keep_plan(recipe: Recipe, planned: dict[str, StageOptions], path: Path) -> None:
-    """A plan of this recipe beside the stages, so that the page can hold it against what came.
+def _is_plan_of(recipe: Recipe, path: Path) -> bool:
+    if not path.is_file():
+        return False
+    return json.loads(path.read_text())["recipe"] == recipe.model_dump(
+        mode="json", exclude_unset=True
+    )
 
-    One that is there already (`paceline plan --measure` makes a better one) stays, one of another
-    recipe goes; nothing is foretold of a run that has begun.
-    """
-    if path.is_file():
-        known = json.loads(path.read_text())
-        if known["recipe"] == recipe.model_dump(mode="json", exclude_unset=True):
-            return
-        path.unlink()
+
+def _make_plan(recipe: Recipe, planned: dict[str, StageOptions], path: Path) -> None:
+    """A plan of this recipe beside the stages, so that the page can hold it against what came
+    (`paceline plan --measure` makes a better one). Nothing is foretold of a run that has begun."""
     if any((Path(options.out) / MANIFEST_NAME).is_file() for options in planned.values()):
         return
     try:
