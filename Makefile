@@ -12,8 +12,9 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/ready
 	$(BIN)/paceline run $(RECIPE)
 
+# A test run on each core, so with one thread each.
 test: $(VENV)/ready-test
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses=logical --maxprocesses=8 --dist=worksteal
 
 # The store killed at 200 random instants and at every call, its bits flipped, its disk filled.
 torture: $(VENV)/ready-test
