@@ -30,7 +30,7 @@ from gpu_common import (
     write_rate,
 )
 
-from paceline.artefact import open_stage
+from paceline.artefact import folder_size, open_stage
 from paceline.contracts import LayerPlan, TokenSample
 from paceline.extract.guards import Guards
 from paceline.extract.sink import QUARANTINE_PATTERN, Destination, read_lines
@@ -102,7 +102,7 @@ def of_one_engine(
     for _ in range(options.repeats):
         plain.append(seconds(lambda: plain_prefill(engine, samples)))
         tapped.append(timed_capture(engine, samples, plan, destination))
-        stored = folder_bytes(destination.folder)
+        stored = folder_size(destination.folder).num_bytes
     settings = engine.call("paceline_settings")[0]
     result = {
         "settings": engine.info.settings,
@@ -149,7 +149,7 @@ def of_pools(
         rates[count] = tokens / statistics.median(times)
         pool.close()
         print(f"{count} workers: {rates[count]:,.0f} tokens/s", file=sys.stderr)
-    stored = folder_bytes(destination.folder)
+    stored = folder_size(destination.folder).num_bytes
     return {
         "tokens": tokens,
         "workers": options.workers,
@@ -188,10 +188,6 @@ def seconds(action: Callable[[], None]) -> float:
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
-
-
-def folder_bytes(folder: Path) -> int:
-    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
 
 
 def tell(result: dict[str, Any]) -> None:

@@ -16,6 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from paceline.artefact import folder_size
+
 ROOT = Path(__file__).parent.parent
 PACELINE = Path(sys.executable).with_name("paceline")
 
@@ -36,7 +38,10 @@ def main() -> None:
             overrides.append(f"train.max_steps={arguments.steps}")
         plan, _ = paceline("plan", *overrides, "--measure")
         run, peak_bytes = paceline("run", *overrides)
-        sizes = {stage: folder_bytes(Path(told["folder"])) for stage, told in run["stages"].items()}
+        sizes = {
+            stage: folder_size(Path(told["folder"])).num_bytes
+            for stage, told in run["stages"].items()
+        }
     stages = {
         stage: {
             "planned_bytes": plan["stages"][stage]["bytes"],
@@ -71,10 +76,6 @@ def paceline(command: str, *arguments: str) -> tuple[dict, int]:
     if process.returncode:
         raise SystemExit(f"paceline {command} ended with {process.returncode}")
     return json.loads(output), usage.ru_maxrss * 1024
-
-
-def folder_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def show(rows: dict[str, dict]) -> None:

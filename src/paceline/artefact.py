@@ -113,6 +113,20 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     fsync_folder(folder.parent)
 
 
+@dataclass(frozen=True)
+class FolderSize:
+    """What a folder takes on the disk."""
+
+    num_bytes: int
+    num_files: int
+
+
+def folder_size(folder: Path) -> FolderSize:
+    """All files below a folder, however deep."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return FolderSize(sum(path.stat().st_size for path in files), len(files))
+
+
 def fsync_folder(folder: Path) -> None:
     """Make renames inside a folder survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 
 from paceline import fingerprint
-from paceline.artefact import StageFolder, describe_input, load_finished, open_stage, write_json
+from paceline.artefact import (
+    StageFolder,
+    describe_input,
+    folder_size,
+    load_finished,
+    open_stage,
+    write_json,
+)
 from paceline.codec_report.drafts import DraftLab
 from paceline.codec_report.loss import Pairs, errors_of, kl_of
 from paceline.contracts import ACCEPTANCE_DEFINITION, HELDOUT_SPLIT, TRAIN_SPLIT
@@ -131,7 +138,7 @@ def _about(store: Store) -> dict[str, Any]:
 
 def _sizes(store: Store) -> dict[str, float]:
     """Bytes of all files of a store's folder per token, and against those of four full states."""
-    total = sum(path.stat().st_size for path in store.folder.rglob("*") if path.is_file())
+    total = folder_size(store.folder).num_bytes
     per_token = total / int(store.records.num_tokens.sum())
     full = 4 * store.spec.hidden_size * store.spec.torch_dtype.itemsize
     return {"bytes_per_token": per_token, "share_of_four_states": per_token / full}

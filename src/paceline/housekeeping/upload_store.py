@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from paceline.artefact import folder_size
 from paceline.errors import UsageError
 from paceline.progress import progress_bar
 from paceline.recipe import UploadStoreOptions
@@ -23,7 +24,7 @@ def run(options: UploadStoreOptions) -> dict[str, Any]:
             f"{options.url!r}"
         )
     folder = Path(options.store)
-    total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    total = folder_size(folder).num_bytes
     with progress_bar("upload", total, "B") as bar:
         sent = upload(folder, options.url, overwrite=options.overwrite, advance=bar.advance)
     return {

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.artefact import Manifest, load_manifest
+from paceline.artefact import FolderSize, Manifest, folder_size, load_manifest
 from paceline.contracts import MANIFEST_NAME
 from paceline.errors import StoreError, UsageError
 from paceline.recipe import STAGES
@@ -33,14 +33,6 @@ class StageRecord:
     @property
     def result(self) -> dict[str, Any]:
         return self.manifest.result
-
-
-@dataclass(frozen=True)
-class FolderSize:
-    """What a stage's folder takes on the disk."""
-
-    num_bytes: int
-    num_files: int
 
 
 @dataclass(frozen=True)
@@ -78,7 +70,7 @@ def gather(run_dir: Path) -> RunRecord:
         found[manifest.stage] = StageRecord(path.parent, manifest)
     if not found:
         raise UsageError(f"{run_dir} holds no finished stage of paceline")
-    sizes = {name: _size(Path(stage.folder)) for name, stage in found.items()}
+    sizes = {name: folder_size(Path(stage.folder)) for name, stage in found.items()}
     if "extract" not in found and (far := _far_store(found.get("train"))):
         found["extract"], sizes["extract"] = far
     stages = {name: found[name] for name in STAGES if name in found}
@@ -104,11 +96,6 @@ def _far_store(train: StageRecord | None) -> tuple[StageRecord, FolderSize] | No
         return None
     num_bytes = sum(file.num_bytes for file in files.values())
     return StageRecord(url, manifest), FolderSize(num_bytes, len(files))
-
-
-def _size(folder: Path) -> FolderSize:
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return FolderSize(sum(path.stat().st_size for path in files), len(files))
 
 
 def _plan(run_dir: Path) -> dict[str, Any] | None:

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline import fingerprint
-from paceline.artefact import COMPLETE, StageFolder, load_manifest, open_stage, refuse_other_work
+from paceline.artefact import (
+    COMPLETE,
+    StageFolder,
+    folder_size,
+    load_manifest,
+    open_stage,
+    refuse_other_work,
+)
 from paceline.contracts import MANIFEST_NAME
 from paceline.progress import progress_bar
 from paceline.store.cache import default_folder
@@ -48,7 +55,7 @@ def open_store_stage(
     with open_stage(folder, STAGE, inputs, options, overwrite) as stage:
         yield stage
         if stage.done:
-            total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            total = folder_size(folder).num_bytes
             with progress_bar("upload", total, "B") as bar:
                 upload(folder, place.url, overwrite=overwrite, advance=bar.advance)
             shutil.rmtree(folder)
