@@ -6,10 +6,12 @@
 needs both peers on the path (`pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0
 specforge==0.2.0`, and of what they ask for pydantic-settings, loguru, openai, datasets, yunchang).
 The shape is that of Llama-3.1-8B with a draft vocabulary of 32,000, three auxiliary states and no
-norm in front of `fc`, 8,192 tokens a step, random data. All train in bfloat16 with torch's fused
-AdamW on bfloat16 weights, and the same weights: speculators freezes the head, SpecForge trains it.
-Each round times every trainer in turn, ROUND_STEPS steps at a stretch; ratios are medians over the
-rounds. The last line of stdout is one JSON object.
+norm in front of `fc`; random data, 8,192 tokens a step in documents of 1,024 (`--lengths equal`) or
+as long as chats are (`log_normal`; SpecForge pads and is left out); `long` is one document of
+32,768 tokens without peers. All train in bfloat16 with torch's fused AdamW on bfloat16 weights, and
+the same weights: speculators freezes the head, SpecForge trains it. Each round times every trainer
+in turn, ROUND_STEPS steps at a stretch; ratios are medians over the rounds. The last line of stdout
+is one JSON object.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import median
 from time import perf_counter
 
@@ -35,7 +38,7 @@ from paceline.train.flops import needed_flops
 
 ROUND_STEPS = 8
 TOKENS = 8192
-EQUAL = [1024] * 8
+EQUAL, LONG = [1024] * 8, 32768
 DEVICE, DTYPE = "cuda", torch.bfloat16
 
 
@@ -98,8 +101,10 @@ def warmed(make: Callable[[], Trainer]) -> Trainer:
     return trainer
 
 
-def compare(trainers: Sequence[Trainer], rounds: int, product_rate: float) -> list[dict]:
-    """Tokens/s of each trainer by rounds in turns."""
+def compare(
+    trainers: Sequence[Trainer], rounds: int, product_rate: float, tokens: int = TOKENS
+) -> list[dict]:
+    """Tokens/s of each trainer by rounds in turns; tokens: of one step."""
     speeds: list[list[float]] = [[] for _ in trainers]
     for _ in range(rounds):
         for trainer, seen in zip(trainers, speeds, strict=True):
@@ -109,7 +114,7 @@ def compare(trainers: Sequence[Trainer], rounds: int, product_rate: float) -> li
             for i in range(ROUND_STEPS):
                 trainer.run(i)
             torch.cuda.synchronize()
-            seen.append(TOKENS * ROUND_STEPS / (perf_counter() - started))
+            seen.append(tokens * ROUND_STEPS / (perf_counter() - started))
     rows = []
     for trainer, seen in zip(trainers, speeds, strict=True):
         row = {
@@ -119,7 +124,7 @@ def compare(trainers: Sequence[Trainer], rounds: int, product_rate: float) -> li
             "peak_gib": trainer.peak_gib,
         }
         if trainer.needed_flops:
-            rate = trainer.needed_flops * median(seen) / TOKENS
+            rate = trainer.needed_flops * median(seen) / tokens
             row |= {"needed_tflops_per_s": rate / 1e12, "of_product_rate": rate / product_rate}
         rows.append(row)
     return rows
@@ -160,7 +165,7 @@ def equal_documents(steps: int, rounds: int) -> dict:
 
 
 def real_lengths(steps: int, rounds: int) -> dict:
-    """Documents of log-normal lengths, another batch each step. SpecForge pads and is left out."""
+    """Documents of log-normal lengths, another batch each step."""
     batches = [log_normal_lengths(TOKENS, seed) for seed in range(4)]
     trainers = [
         warmed(lambda: paceline(steps, 0.5, False, batches)),
@@ -170,34 +175,42 @@ def real_lengths(steps: int, rounds: int) -> dict:
     return {"ttt": steps, "rows": rows, "ratios": ratios(rows, "paceline", "speculators")}
 
 
-def show(title: str, rows: list[dict]) -> None:
+def one_document(steps: int, rounds: int) -> dict:
+    """A whole step, paceline's own optimiser included."""
+    trainer = warmed(lambda: paceline(steps, 0.5, True, [[LONG]], masters=True))
+    rate = product_flops(torch.device(DEVICE), DTYPE)
+    return {"ttt": steps, "rows": compare([trainer], rounds, rate, LONG)}
+
+
+MEASUREMENTS = {"equal": equal_documents, "log_normal": real_lengths, "long": one_document}
+
+
+def show(title: str, measured: dict) -> None:
     print(title, file=sys.stderr)
-    for row in rows:
+    for row in measured["rows"]:
         share = row.get("of_product_rate")
         print(
-            f"  {row['trainer']:44s} {row['tokens_per_s']:9,.0f} tokens/s  "
+            f"  {row['trainer']:56s} {row['tokens_per_s']:9,.0f} tokens/s  "
             f"{row['peak_gib']:5.1f} GiB" + (f"  {share:.2f} of products" if share else ""),
             file=sys.stderr,
         )
+    if "ratios" in measured:
+        print(json.dumps(measured["ratios"]), file=sys.stderr)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ttt", type=int, nargs="+", default=[3, 7])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--no-real-lengths", action="store_true")
+    parser.add_argument("--lengths", nargs="+", choices=MEASUREMENTS, default=list(MEASUREMENTS))
     args = parser.parse_args()
-    results = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "equal": []}
-    for steps in args.ttt:
-        results["equal"].append(equal_documents(steps, args.rounds))
+    results = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    results |= {name: [] for name in args.lengths}
+    for steps, name in product(args.ttt, args.lengths):
+        measured = MEASUREMENTS[name](steps, args.rounds)
         torch.compiler.reset()
-        show(f"TTT {steps}, documents of 1,024 tokens", results["equal"][-1]["rows"])
-        print(json.dumps(results["equal"][-1]["ratios"]), file=sys.stderr)
-        if not args.no_real_lengths:
-            results.setdefault("log_normal", []).append(real_lengths(steps, args.rounds))
-            torch.compiler.reset()
-            show(f"TTT {steps}, log-normal lengths", results["log_normal"][-1]["rows"])
-            print(json.dumps(results["log_normal"][-1]["ratios"]), file=sys.stderr)
+        show(f"TTT {steps}, lengths: {name}", measured)
+        results[name].append(measured)
     print(json.dumps(results))
 
 
