@@ -154,6 +154,33 @@ def test_joined_files_and_their_rows_come_back_through_prepare(
         assert_kept(again.read(again.records.find(f"data_{i}")), sample)
 
 
+@pytest.mark.parametrize("layout", ["speculators_0.9", "eagle"])
+def test_what_was_recorded_past_an_answer_s_end_comes_back(
+    tmp_path: Path, target: Path, layout: str
+) -> None:
+    told = {"past": (3, True), "cut": (0, False), "unknown": (0, None)}
+    rows = [
+        {"id": name, "prompt_ids": [5, i, 7], "response_ids": [9, 8, 1, 30, 31, 32]}
+        | {"num_past_end": past, "finished": finished}
+        for i, (name, (past, finished)) in enumerate(told.items(), start=40)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def prepared(data: Path, out: Path) -> str:
+        paceline.prepare(target=str(target), data=[str(data)], out=str(out), heldout_share=0.0)
+        return str(out)
+
+    first = tmp_path / "first"
+    data = prepared(tmp_path / "rows.jsonl", tmp_path / "data")
+    paceline.extract(data=data, out=str(first), layers=AUX, dtype="float32")
+    paceline.export_store(str(first), out=str(tmp_path / "files"), layout=layout)
+    again = prepared(tmp_path / "files/rows.jsonl", tmp_path / "again-data")
+    paceline.import_store(str(tmp_path / "files"), data=again, out=str(tmp_path / "again"))
+    records = Store(tmp_path / "again").records
+    found = {r.sample_id: (r.num_past_end, r.finished) for r in map(records.__getitem__, range(3))}
+    assert found == told
+
+
 def test_normed_states_are_exported_only_where_it_can_be_said(
     tmp_path: Path, target: Path, told: list[Told]
 ) -> None:

@@ -37,6 +37,13 @@ def test_tokens_past_the_end_are_recorded_but_not_supervised(tmp_path: Path, tar
     assert done.result["past_end_tokens"] == 2
 
 
+def test_ids_with_a_mask_say_what_was_recorded_past_the_end(tmp_path: Path, target: Path) -> None:
+    row = {"input_ids": [1, 2, 3, 4, 5, 6], "loss_mask": [0, 0, 1, 1, 0, 0]}
+    told = [row | {"num_past_end": 2, "finished": True}, row | {"finished": False}]
+    samples = Prepared(tmp_path, target, told, deduplicate=False).samples
+    assert [(s.num_past_end, s.finished) for s in samples] == [(2, True), (0, False)]
+
+
 def test_a_cut_takes_the_tokens_past_the_end_first(tmp_path: Path, target: Path) -> None:
     rows = [IDS | {"num_past_end": 2, "finished": True}]
     [sample] = Prepared(tmp_path, target, rows, max_length=6).samples
@@ -120,6 +127,16 @@ ODD: list[tuple[Any, str, str]] = [
     ({"input_ids": [1, 2], "loss_mask": [1]}, "length_mismatch", "1 values for 2"),
     ({"input_ids": [1, 2], "loss_mask": [0, 2]}, "bad_ids", "something else than 0 and 1"),
     ({"input_ids": [1, 2], "loss_mask": [1, 0]}, "no_supervised_tokens", "no token"),
+    (
+        {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 0], "num_past_end": 2},
+        "bad_field",
+        "num_past_end is 2; after the last supervised token come 1",
+    ),
+    (
+        {"input_ids": [1, 2], "loss_mask": [0, 1], "num_past_end": "1"},
+        "bad_field",
+        "num_past_end is '1' of 2 input_ids",
+    ),
     ({"answers": "x"}, "bad_field", "answers is not a list"),
     (chat("q" * 60, "a"), "too_long", "max_length is 50"),
     (chat("q", "a") | {"tools": "x"}, "bad_field", "tools is not a list"),

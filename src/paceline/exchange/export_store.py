@@ -125,6 +125,8 @@ def _row(path: str, sample: StoredSample) -> dict[str, Any]:
         "split": record.split,
         "input_ids": sample.input_ids.tolist(),
         "loss_mask": sample.loss_mask.int().tolist(),
+        "num_past_end": record.num_past_end,
+        "finished": record.finished,
     }
 
 

@@ -101,8 +101,7 @@ def token_row(row: dict[str, Any], identity: Identity, vocab_size: int) -> Token
     elif "response_ids" in row:
         pieces = [_answer(row, vocab_size)]
     elif "input_ids" in row:
-        ids = _ids(row, "input_ids", vocab_size)
-        pieces = [TokenPiece(ids, _mask(row, len(ids)), finished=_finished(row))]
+        pieces = [_masked(row, vocab_size)]
     else:
         return None
     pieces = [piece for piece in pieces if len(piece.input_ids)]
@@ -121,14 +120,31 @@ def token_row(row: dict[str, Any], identity: Identity, vocab_size: int) -> Token
 def _answer(row: dict[str, Any], vocab_size: int) -> TokenPiece:
     prompt = _ids(row, "prompt_ids", vocab_size)
     response = _ids(row, "response_ids", vocab_size)
-    num_past_end = row.get("num_past_end", 0)
-    if not isinstance(num_past_end, int) or not 0 <= num_past_end <= len(response):
-        raise RowError(
-            "bad_field", f"num_past_end is {num_past_end!r} of {len(response)} response_ids"
-        )
+    num_past_end = _num_past_end(row, "response_ids", len(response))
     mask = np.zeros(len(prompt) + len(response), bool)
     mask[len(prompt) : len(mask) - num_past_end] = True
     return TokenPiece(np.concatenate([prompt, response]), mask, num_past_end, _finished(row))
+
+
+def _masked(row: dict[str, Any], vocab_size: int) -> TokenPiece:
+    ids = _ids(row, "input_ids", vocab_size)
+    mask = _mask(row, len(ids))
+    num_past_end = _num_past_end(row, "input_ids", len(ids))
+    # What was recorded past an answer's end follows that end at once.
+    after_last = len(ids) - 1 - int(np.flatnonzero(mask)[-1]) if mask.any() else 0
+    if num_past_end not in (0, after_last):
+        raise RowError(
+            "bad_field",
+            f"num_past_end is {num_past_end}; after the last supervised token come {after_last}",
+        )
+    return TokenPiece(ids, mask, num_past_end, _finished(row))
+
+
+def _num_past_end(row: dict[str, Any], name: str, num_tokens: int) -> int:
+    value = row.get("num_past_end", 0)
+    if not isinstance(value, int) or not 0 <= value <= num_tokens:
+        raise RowError("bad_field", f"num_past_end is {value!r} of {num_tokens} {name}")
+    return value
 
 
 def _joined(pieces: list[TokenPiece]) -> list[TokenPiece]:
