@@ -5,13 +5,14 @@ so that vLLM's RPC carries it as it is (never a pickle), and JSON with base64 wo
 import base64
 import json
 import traceback
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from paceline import errors
-from paceline.contracts import LayerPlan, TokenSample
+from paceline.contracts import MASK_DTYPE, TOKEN_DTYPE, LayerPlan, TokenSample
 from paceline.errors import EngineError, PacelineError
 from paceline.extract.guards import Guards
 from paceline.extract.sink import Destination
@@ -19,27 +20,23 @@ from paceline.store import StoreSpec
 
 Message = dict[str, Any]
 
-_TEXT_FIELDS = ("sample_id", "source", "split", "conversation_id")
+_ARRAYS = {"input_ids": TOKEN_DTYPE, "loss_mask": MASK_DTYPE}
+# All others are plain values: what a sample is goes into its checksum, so none may be left out.
+_PLAIN = tuple(f.name for f in fields(TokenSample) if f.name not in _ARRAYS)
 
 
 def sample_message(number: int, sample: TokenSample) -> Message:
     """A sample under the number that its request carries."""
     return {
         "number": number,
-        "ids": sample.input_ids.tobytes(),
-        "mask": sample.loss_mask.tobytes(),
-        "num_past_end": sample.num_past_end,
-        **{name: getattr(sample, name) for name in _TEXT_FIELDS},
+        **{name: getattr(sample, name).tobytes() for name in _ARRAYS},
+        **{name: getattr(sample, name) for name in _PLAIN},
     }
 
 
 def read_sample(message: Message) -> tuple[int, TokenSample]:
-    sample = TokenSample(
-        input_ids=np.frombuffer(message["ids"], np.int32).copy(),
-        loss_mask=np.frombuffer(message["mask"], np.bool_).copy(),
-        num_past_end=message["num_past_end"],
-        **{name: message[name] for name in _TEXT_FIELDS},
-    )
+    arrays = {name: np.frombuffer(message[name], dtype).copy() for name, dtype in _ARRAYS.items()}
+    sample = TokenSample(**arrays, **{name: message[name] for name in _PLAIN})
     return message["number"], sample
 
 
