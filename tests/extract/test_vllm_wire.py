@@ -29,5 +29,6 @@ def test_every_field_of_a_sample_arrives(field: str) -> None:
     packed = wire.pack(wire.sample_message(4, SAMPLE))
     number, arrived = wire.read_sample(wire.unpack(packed))
     assert number == 4
-    np.testing.assert_array_equal(getattr(arrived, field), sent, strict=isinstance(sent, np.ndarray))
-    assert type(getattr(arrived, field)) is type(sent)
+    found = getattr(arrived, field)
+    assert type(found) is type(sent)
+    np.testing.assert_array_equal(found, sent, strict=isinstance(sent, np.ndarray))

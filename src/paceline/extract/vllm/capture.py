@@ -110,7 +110,7 @@ class Capture:
         answers = self._call("paceline_open", self._setup.message(self._step_tokens))
         if self._engine.settings["pipeline_parallel"] > 1:
             held = {a["stage"]: a["held"] for a in answers if a["held"]}
-            self._merger = StageMerger(self._setup.plan, [held[i] for i in sorted(held)])
+            self._merger = StageMerger(self._setup.plan, held)
             writer = self._setup.writers[0]
             self._sink = self._stack.enter_context(self._setup.destination.open(writer))
 
@@ -177,9 +177,9 @@ class Capture:
             self._merge(answers)
 
     def _merge(self, answers: list[Message]) -> None:
-        for stage, answer in enumerate(a for a in answers if a.get("done") is not None):
-            if path := answer.get("spool"):
-                self._merger.take(stage, path)
+        for answer in answers:
+            if spool := answer.get("spool"):
+                self._merger.take(spool["stage"], spool["path"])
         numbers = {sample.sample_id: number for number, sample in self._open.items()}
         for sample_id, aux, last in self._merger.complete():
             if sample_id in numbers:

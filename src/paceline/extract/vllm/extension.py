@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from paceline.errors import EngineError
 from paceline.extract.sink import Sink
 from paceline.extract.vllm import wire
-from paceline.extract.vllm.layers import find_decoder_layers
+from paceline.extract.vllm.layers import find_decoder_layers, held_here
 from paceline.extract.vllm.rows import Ring
 from paceline.extract.vllm.runners import view_of
 from paceline.extract.vllm.sinks import BothSinks, DigestSink, SpoolSink
@@ -92,14 +93,19 @@ class PacelineTap:
 
     @_answering
     def paceline_open(self: Any, setup: Message) -> Message:
-        """Install the tap; answers with the layers that this worker holds and writes."""
+        """Install the tap where there is something to capture; answers with the streams k that
+        this worker holds and writes."""
         ranks = Ranks()
+        nothing = {"stage": ranks.stage, "held": []}
         if ranks.tensor != 0 and not setup["compare_ranks"]:
-            return {"stage": ranks.stage, "held": []}
+            return nothing
+        layers = find_decoder_layers(self.model_runner.get_model(), setup["num_layers"])
+        if not held_here(layers, wire.read_plan(setup["plan"]).all):
+            return nothing  # none of the wanted layers is on this pipeline stage
         # Pinning memory takes a second per GiB, so the ring stays for the next capture.
         ring = _ring_for(self.__dict__.get("paceline_ring"), self.model_runner, setup)
         self.paceline_ring = ring
-        self.paceline_session = _Session(self.model_runner, setup, ranks, ring)
+        self.paceline_session = _Session(self.model_runner, layers, setup, ranks, ring)
         return {"stage": ranks.stage, "held": list(self.paceline_session.tap.held)}
 
     @_answering
@@ -139,8 +145,9 @@ class PacelineTap:
 class _Session:
     """One capture in one worker: ring, tap and sinks."""
 
-    def __init__(self, runner: Any, setup: Message, ranks: Ranks, ring: Ring) -> None:
-        layers = find_decoder_layers(runner.get_model(), setup["num_layers"])
+    def __init__(
+        self, runner: Any, layers: nn.ModuleList, setup: Message, ranks: Ranks, ring: Ring
+    ) -> None:
         self._stores: list[AbstractContextManager[Sink]] = []
         self.store_sinks: list[Sink] = []
         self.spool: SpoolSink | None = None
@@ -159,7 +166,7 @@ class _Session:
         if self.writes:
             answer["done"] = events.done
         if self.spool and (path := self.spool.hand_over()):
-            answer["spool"] = path
+            answer["spool"] = {"stage": self.spool.stage, "path": path}
         if self.tap.error is not None:
             answer["error"] = wire.error_message(self.tap.error)
         return answer

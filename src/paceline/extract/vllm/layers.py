@@ -42,9 +42,14 @@ def find_decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
     return next(iter(found.values()))
 
 
-def is_here(layer: nn.Module) -> bool:
-    """Whether this pipeline stage runs the layer."""
-    return type(layer).__name__ != _MISSING_LAYER
+def held_here(layers: nn.ModuleList, wanted: Sequence[int]) -> list[int]:
+    """Of the streams k of `wanted` those whose layer this pipeline stage runs; may be none."""
+    return [k for k in wanted if type(_layer_of(layers, k)).__name__ != _MISSING_LAYER]
+
+
+def _layer_of(layers: nn.ModuleList, k: int) -> nn.Module:
+    """The layer that gives stream k; k = 0 is what the first one gets."""
+    return layers[max(k - 1, 0)]
 
 
 def stream_of(layer: nn.Module, output: Any) -> torch.Tensor:
@@ -88,14 +93,8 @@ class LayerHooks:
         wanted: Sequence[int],
         on_stream: Callable[[int, Callable[[], torch.Tensor]], None],
     ) -> None:
-        self.held: list[int] = []
-        self._handles = []
-        for k in wanted:
-            layer = layers[max(k - 1, 0)]
-            if not is_here(layer):
-                continue
-            self.held.append(k)
-            self._handles.append(self._attach(layer, k, on_stream))
+        self.held = held_here(layers, wanted)
+        self._handles = [self._attach(_layer_of(layers, k), k, on_stream) for k in self.held]
 
     def _attach(
         self,

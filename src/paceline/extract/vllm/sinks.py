@@ -23,7 +23,7 @@ class SpoolSink:
 
     def __init__(self, folder: Path, stage: int) -> None:
         self._folder = folder
-        self._stage = stage
+        self.stage = stage
         self._number = 0
         self._held: dict[str, torch.Tensor] = {}
         self._lock = Lock()
@@ -42,7 +42,7 @@ class SpoolSink:
             held, self._held = self._held, {}
         if not held:
             return None
-        path = self._folder / f"stage{self._stage}-{self._number:06d}.safetensors"
+        path = self._folder / f"stage{self.stage}-{self._number:06d}.safetensors"
         self._number += 1
         save_file({name: tensor.contiguous() for name, tensor in held.items()}, path)
         return str(path)
@@ -51,15 +51,15 @@ class SpoolSink:
 class StageMerger:
     """Joins what the pipeline stages spooled, sample by sample.
 
-    layers: for each stage the indices k that it holds.
+    layers: by the stage's number the indices k that it holds; a stage without any has no entry.
     """
 
-    def __init__(self, plan: LayerPlan, layers: list[list[int]]) -> None:
+    def __init__(self, plan: LayerPlan, layers: dict[int, list[int]]) -> None:
         self._plan = plan
         self._layers = layers
         self._parts: dict[str, dict[int, torch.Tensor]] = {}
         self._last: dict[str, torch.Tensor] = {}
-        held = sorted(k for stage in layers for k in stage)
+        held = sorted(k for stage in layers.values() for k in stage)
         if held != sorted(plan.all):
             raise EngineError(
                 f"the pipeline stages hold layers {layers}; asked for {list(plan.all)}"
@@ -85,7 +85,7 @@ class StageMerger:
         for sample_id in ready:
             parts = self._parts.pop(sample_id)
             columns = {}
-            for stage, held in enumerate(self._layers):
+            for stage, held in self._layers.items():
                 aux = [k for k in held if k in self._plan.aux]
                 columns.update({k: parts[stage][:, i] for i, k in enumerate(aux)})
             yield (
