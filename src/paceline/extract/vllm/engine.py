@@ -59,14 +59,29 @@ class VllmEngine:
             ) from error
         self._engine = self._llm.llm_engine
         self._processes = sorted(children() - others, key=lambda process: process.pid)
-        self.all_settings = self.call("paceline_settings")
-        for answer in self.all_settings:
-            if "error" in answer:
-                wire.raise_error(answer["error"])
+        try:
+            self._watch_drivers()
+            self.all_settings = self._effective_settings()
+            self.settings = check_effective(self.all_settings, dtype)
+            self.info = EngineInfo("vllm", vllm.__version__, dtype, self._recorded())
+        except BaseException:
+            # Nobody else can: whoever asked for the engine has nothing in hand, and in a notebook
+            # the model would stay on the GPU.
+            self.close()
+            raise
+
+    def _watch_drivers(self) -> None:
+        settings = self._settings
         drivers = [driver_message(), *([settings.driver] if settings.driver else [])]
         self.call("paceline_watch", drivers)
-        self.settings = check_effective(self.all_settings, dtype)
-        self.info = EngineInfo("vllm", vllm.__version__, dtype, self._recorded())
+
+    def _effective_settings(self) -> list[Message]:
+        """Those of every worker."""
+        answers = self.call("paceline_settings")
+        for answer in answers:
+            if "error" in answer:
+                wire.raise_error(answer["error"])
+        return answers
 
     def capture(
         self,
