@@ -93,7 +93,8 @@ def distillation_loss(
 
     num_rows: rows supervised at step 0 in the whole optimiser step, over all ranks and accumulation
     steps. chunk: teacher positions whose logits are in memory at a time.
-    Returns the loss (a scalar of float32 at least, differentiable once) and the sums per step. Of a
+    Returns the loss (a scalar of float32 at least, differentiable once; where gradients are off
+    none are made) and the sums per step. Of a
     batch without such rows, as a rank may get it, loss and gradients are zero.
     """
     if not batch.num_supervised_rows:
@@ -105,6 +106,7 @@ def distillation_loss(
         steps=steps,
         weights=[step_decay**j / num_rows for j in range(num_steps)],
         chunk=chunk,
+        learns=torch.is_grad_enabled(),
     )
     normed = [draft.norm(state) for state in states]
     loss, sums = _Distillation.apply(draft.lm_head.weight, batch.last, plan, *normed)
@@ -129,6 +131,7 @@ class _Plan:
     steps: Sequence[TaughtStep]
     weights: list[float]
     chunk: int
+    learns: bool
 
 
 class _Distillation(torch.autograd.Function):
@@ -144,8 +147,9 @@ class _Distillation(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         exact = torch.promote_types(head_WE.dtype, torch.float32)
         # A weight's gradient is a sum over all rows, so it is added up in float32.
-        grad_WE = torch.zeros_like(head_WE, dtype=exact) if ctx.needs_input_grad[0] else None
-        grads_RE = [torch.empty_like(states) for states in normed_RE]
+        trains_head = plan.learns and ctx.needs_input_grad[0]
+        grad_WE = torch.zeros_like(head_WE, dtype=exact) if trains_head else None
+        grads_RE = [torch.empty_like(states) for states in normed_RE if plan.learns]
         sums = torch.zeros(4, len(plan.weights), dtype=exact, device=head_WE.device)
         for low in range(0, len(last_MD), plan.chunk):
             taught = None
@@ -158,6 +162,8 @@ class _Distillation(torch.autograd.Function):
                 states = normed_RE[number][part]
                 scores = taught.score(states @ head_WE.T, step.teacher[part] - low)
                 sums[:, number] += _sums(plan.objective, scores)
+                if not plan.learns:
+                    continue
                 grad_RW = _gradient(plan.objective, scores, plan.weights[number])
                 torch.mm(grad_RW, head_WE, out=grads_RE[number][part])
                 if grad_WE is not None:
