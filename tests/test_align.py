@@ -83,6 +83,11 @@ def test_V05_a_mapping_is_never_reused_for_other_work(tmp_path):
         paceline.align(data=str(tmp_path / "shorter"), out=out, draft_vocab_size=20)
 
 
+def test_an_end_of_turn_that_the_tokenizer_cannot_say_is_left_out():
+    chosen = select_vocabulary(counts_of({3: 4, 5: 2}, 12), 2, 10, always=(5, 11))
+    assert chosen.vocabulary.selected.tolist() == [3, 5]
+
+
 def test_a_store_says_the_same_as_its_data(tmp_path):
     store = extracted(tmp_path)
     sizes = {"draft_vocab_size": 64, "out": str(tmp_path / "again")}

@@ -39,7 +39,7 @@ def select_vocabulary(
     num_real_tokens: int,
     always: tuple[int, ...] = (),
 ) -> Selection:
-    """The most frequent supervised tokens, ascending, `always` among them.
+    """The most frequent supervised tokens, ascending, `always` among them where real.
 
     counts: int64 [V], V the logit width; num_real_tokens: ids that the tokenizer can say. Ties go
     to the lower id. Too few distinct tokens are filled with the lowest unused real ids, never with
@@ -47,6 +47,7 @@ def select_vocabulary(
     for a size above V, or between the real ids and V.
     """
     vocab_size = len(counts)
+    always = tuple(i for i in always if i < num_real_tokens)
     _check_size(draft_vocab_size, num_real_tokens, vocab_size, len(always))
     if draft_vocab_size == vocab_size:
         chosen = np.arange(vocab_size)
@@ -74,12 +75,14 @@ def coverage_curve(counts: np.ndarray) -> list[dict[str, float]]:
 @dataclass(frozen=True)
 class Supervised:
     """What the vocabulary is chosen from. counts: int64 [V], supervised tokens of the training
-    split; num_real_tokens, end_of_turn_ids, target: of the target, as manifests keep them."""
+    split; num_real_tokens, end_of_turn_ids, target: of the target, as manifests keep them;
+    tokenizer: its fingerprint."""
 
     counts: np.ndarray
     num_real_tokens: int
     end_of_turn_ids: tuple[int, ...]
     target: dict[str, Any]
+    tokenizer: str
 
 
 def run(options: AlignOptions) -> dict[str, Any]:
@@ -111,6 +114,7 @@ def _of_data(folder: Path, manifest: Manifest) -> Supervised:
         num_real_tokens=made["num_real_tokens"],
         end_of_turn_ids=tuple(made["end_of_turn_ids"]),
         target=made["target"],
+        tokenizer=manifest.inputs["target"]["fingerprint"]["tokenizer"],
     )
 
 
@@ -124,7 +128,11 @@ def _of_store(store: Store, options: AlignOptions) -> Supervised:
         sample = store.read_encoded(index).sample
         counts += np.bincount(sample.input_ids[sample.loss_mask], minlength=len(counts))
     return Supervised(
-        counts, target.num_real_tokens, target.end_of_turn_ids, asdict(target.reference)
+        counts,
+        target.num_real_tokens,
+        target.end_of_turn_ids,
+        asdict(target.reference),
+        target.fingerprints["tokenizer"],
     )
 
 
@@ -133,15 +141,17 @@ def _align(options: AlignOptions, supervised: Supervised) -> tuple[dict[str, Any
     selection = select_vocabulary(
         counts, options.draft_vocab_size, supervised.num_real_tokens, always=end_ids
     )
-    if selection.num_filler:
+    distinct = int((counts > 0).sum())
+    if distinct < options.draft_vocab_size:
         logger.warning(
             "align: only %d distinct supervised tokens; %d ids of the draft vocabulary were never "
             "seen and are fillers",
-            int((counts > 0).sum()),
+            distinct,
             selection.num_filler,
         )
     result = {
         "target": supervised.target,
+        "tokenizer": supervised.tokenizer,
         "draft_vocab_size": options.draft_vocab_size,
         "vocab_size": len(counts),
         "num_filler": selection.num_filler,

@@ -1,4 +1,4 @@
-"""Reads the log that training leaves, `log.jsonl`: one JSON object a line.
+"""The log that training leaves, `log.jsonl`: one JSON object a line.
 
 A run that was broken off and resumed from a checkpoint logs some steps twice: the last word counts.
 """
@@ -42,6 +42,22 @@ def throughput(records: list[dict[str, Any]]) -> dict[str, float | None]:
 def acceptance_of(heldout: dict[str, Any] | None) -> float | None:
     """The acceptance length in held-out figures; None where they have none."""
     return (heldout or {}).get("acceptance", {}).get("acceptance_length")
+
+
+def append_record(path: Path, record: dict[str, Any]) -> None:
+    """One JSON line a record."""
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def cut_torn_line(folder: str | Path) -> None:
+    """Drop what a broken write left after the last whole line: a run that goes on must not write
+    behind it."""
+    path = Path(folder) / LOG_FILE
+    if not path.is_file():
+        return
+    with path.open("rb+") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def read_log(folder: str | Path) -> TrainingLog:

@@ -62,7 +62,7 @@ def test_the_store_is_as_large_as_planned(tmp_path, codec, layers):
 def test_checkpoints_are_as_large_as_planned(tmp_path, optimiser):
     extracted(tmp_path)
     options = {"optimiser": optimiser, "checkpoint_every": 3}
-    trained(tmp_path, **options)  # 8 steps: checkpoints at 3 and 6
+    trained(tmp_path, **options)  # 8 steps: checkpoints at 3, 6 and 8
     train = {"dtype": "float32", "max_steps": 8, "batch_rows": 60, **options}
     planned = paceline.plan(_recipe(tmp_path, train=train), flops=1e12)["stages"]["train"]
     checkpoints = sorted((tmp_path / "draft" / "checkpoints").iterdir())

@@ -15,7 +15,7 @@ from paceline.draft.unroll import Unroll
 from paceline.errors import TrainingError, UsageError
 from paceline.store import Store
 from paceline.target.spec import open_target
-from paceline.train import loop
+from paceline.train import loop, session
 from paceline.train.best import BestDraft
 
 from ..lines import extracted, trained
@@ -159,9 +159,37 @@ def test_only_a_better_draft_takes_the_place(tiny_run, tmp_path):
     out = tmp_path / "draft"
     train(tiny_run, out)
     best = BestDraft(out, None, {})
-    known = best.result()["heldout"]["acceptance"]["acceptance_length"]
-    for length, is_better in ((None, False), (known, False), (known + 0.01, True)):
-        assert best.is_better({"acceptance": {"acceptance_length": length}}) == is_better
+    known = best.result()["heldout"]["acceptance"]
+    for length, is_better in ((None, False), (known["acceptance_length"], False), (9.0, True)):
+        assert best.is_better({"acceptance": {**known, "acceptance_length": length}}) == is_better
+
+
+@pytest.mark.parametrize("changed", ["num_draft_tokens", "conversations"])
+def test_lengths_of_other_chains_or_chats_are_not_compared(tiny_run, tmp_path, caplog, changed):
+    out = tmp_path / "draft"
+    train(tiny_run, out)
+    best = BestDraft(out, None, {})
+    known = best.result()["heldout"]["acceptance"]
+    lower = {**known, "acceptance_length": 1.0, changed: known[changed] - 1}
+    assert best.is_better({"acceptance": lower})
+    assert "measured otherwise" in caplog.text
+
+
+def test_a_last_look_that_fails_costs_no_step(tiny_run, tmp_path, monkeypatch):
+    out, made = tmp_path / "draft", []
+    whole_step = loop.Trainer.step
+    counted = lambda self, read: made.append(read.step.number) or whole_step(self, read)
+    monkeypatch.setattr(loop.Trainer, "step", counted)
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "heldout_figures", failing)
+        with pytest.raises(Stopped):
+            train(tiny_run, out, eval_every=None)
+    assert train(tiny_run, out, eval_every=None)["heldout"]["rows"][0] > 0
+    assert made == list(range(12))
+
+
+def failing(*_):
+    raise Stopped
 
 
 def test_samples_are_few_spread_and_stay_the_same(tiny_run, tmp_path):

@@ -11,7 +11,7 @@ import paceline
 from paceline.cli.replay import show
 from paceline.errors import TrainingError, UsageError
 from paceline.store import Store
-from paceline.train import optimiser
+from paceline.train import checkpoint, optimiser
 from tests.cli.consoles import text_console
 
 from ..lines import TINY_LAYERS, extracted, trained
@@ -84,6 +84,7 @@ class LateAdamW(optimiser.MasterAdamW):
 @pytest.mark.parametrize("steps_after", [0, 1])
 def test_the_guilty_step_is_kept_where_it_is_found_a_step_later(line, monkeypatch, steps_after):
     store = Store(line / "store")
+    monkeypatch.setattr(checkpoint, "_KEPT", 3)
     clean = trained(line, "clean", max_steps=None, epochs=1.0, checkpoint_every=1)
     guilty = clean["steps"] - 1 - steps_after
     samples = samples_of_steps(store)[guilty]

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 import paceline
 from paceline.errors import FingerprintMismatch, TrainingError, UsageError
+from paceline.runlog import read_log
 from paceline.train import loop
 
 from ..lines import trained
@@ -111,6 +112,31 @@ def test_a_vocabulary_of_another_width_is_refused(line, tmp_path):
     paceline.align(data=str(other / "data"), out=str(other / "vocab"), draft_vocab_size=64)
     with pytest.raises(FingerprintMismatch, match="logit width of 330"):
         trained(line, str(tmp_path / "run"), vocab=str(other / "vocab"))
+
+
+def test_a_vocabulary_of_another_tokenizer_is_refused(line, tmp_path):
+    other = tmp_path / "target"
+    shutil.copytree(line / "target", other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    first, second = list(words)[-2:]
+    words[first], words[second] = words[second], words[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    rows, data, vocab = (tmp_path / name for name in ("rows.jsonl", "data", "vocab"))
+    shutil.copy(line / "rows.jsonl", rows)
+    paceline.prepare(target=str(other), data=[str(rows)], out=str(data))
+    paceline.align(data=str(data), out=str(vocab), draft_vocab_size=64)
+    with pytest.raises(FingerprintMismatch, match="holds token ids of another target: tokenizer"):
+        trained(line, str(tmp_path / "run"), vocab=str(vocab))
+
+
+def test_a_run_goes_on_behind_a_torn_line_of_its_log(line, monkeypatch, tmp_path):
+    out = tmp_path / "run"
+    train_until(monkeypatch, line, str(out), 5)
+    with (out / "log.jsonl").open("a") as log:
+        log.write('{"step": 4, "lo')
+    trained(line, str(out))
+    assert [record["step"] for record in read_log(out).train] == list(range(8))
 
 
 def test_missing_options_are_named():

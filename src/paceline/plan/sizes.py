@@ -162,12 +162,12 @@ def align_footprint(recipe: Recipe, shape: TargetShape) -> Footprint:
 
 def train_footprint(options: TrainOptions, draft: DraftShape, steps: int) -> Footprint:
     state = draft.state_bytes(options.optimiser)
-    kept = min(_CHECKPOINTS_KEPT, (steps - 1) // options.checkpoint_every)
+    kept = min(_CHECKPOINTS_KEPT, math.ceil(steps / options.checkpoint_every))
     log = steps // options.log_every * _LOG_RECORD_BYTES
     # The best draft has a folder of its own.
     drafts = 2 if options.eval_every else 1
     size = drafts * draft.own_bytes + kept * state + log + _SMALL_BYTES
-    peak = size + max(state if kept else 0, draft.own_bytes if drafts > 1 else 0)
+    peak = size + max(state, draft.own_bytes if drafts > 1 else 0)
     how = (
         f"{'2 x ' if drafts > 1 else ''}{draft.own_bytes:,} of weights in float32 + {kept} "
         f"checkpoints x {state:,} of masters and moments ({draft.trained:,} trained weights; one "

@@ -4,6 +4,7 @@ It is a finished folder of `train` inside the run's own, so that it can be evalu
 trained further like any other, also while the run goes on.
 """
 
+import logging
 import os
 import shutil
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from paceline.draft.checkpoint import WEIGHTS_FILE, write_draft
 from paceline.runlog import acceptance_of
 from paceline.train.loop import Trainer
 from paceline.train.weights import kept_tensors
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "best"
 
@@ -52,10 +55,21 @@ class BestDraft:
             trainer.ranks.from_first(lambda: self._keep(trainer, steps, heldout, tensors))
 
     def is_better(self, heldout: dict[str, Any]) -> bool:
-        """Than what is kept, by acceptance length."""
+        """Than what is kept, by acceptance length; also where that was measured in another way."""
         new, known = acceptance_of(heldout), self.result()
         old = acceptance_of(known["heldout"]) if known else None
-        return new is not None and (old is None or new > old)
+        if new is None or old is None:
+            return new is not None
+        before, now = _way(known["heldout"]), _way(heldout)
+        if before != now:
+            logger.warning(
+                "train: the best draft, of step %d, was measured otherwise (%s, now %s), so the "
+                "best is looked for anew",
+                known["steps"],
+                before,
+                now,
+            )
+        return before != now or new > old
 
     def _keep(
         self,
@@ -89,3 +103,9 @@ class BestDraft:
         if not self.folder.exists() and self._before.exists():
             os.replace(self._before, self.folder)
         shutil.rmtree(self._before, ignore_errors=True)
+
+
+def _way(heldout: dict[str, Any]) -> str:
+    """How an acceptance length was measured: lengths of other chains or chats are no measure."""
+    acceptance = heldout["acceptance"]
+    return f"K = {acceptance['num_draft_tokens']}, {acceptance['conversations']} conversations"

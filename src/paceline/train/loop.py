@@ -3,12 +3,10 @@
 One optimiser step reads top to bottom in `Trainer.step`. Legend: S TTT steps.
 """
 
-import json
 import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -160,9 +158,3 @@ def figures(sums: StepSums, step_decay: float) -> dict[str, Any]:
         "acceptance_rate": mean(sums.overlap),
         "rows": [int(n) for n in rows],
     }
-
-
-def append_record(path: Path, record: dict[str, Any]) -> None:
-    """One JSON line a record."""
-    with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")

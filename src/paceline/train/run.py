@@ -10,7 +10,14 @@ from typing import Any
 import torch
 
 from paceline import fingerprint
-from paceline.artefact import StageFolder, describe_input, load_finished, open_stage, write_json
+from paceline.artefact import (
+    Manifest,
+    StageFolder,
+    describe_input,
+    load_finished,
+    open_stage,
+    write_json,
+)
 from paceline.device import dtype_name, product_flops, reset_peak, training_dtype
 from paceline.draft.checkpoint import WEIGHTS_FILE, write_draft
 from paceline.draft.config import DraftConfig, draft_config
@@ -88,17 +95,20 @@ def _beginning(
         earlier = earlier_draft(source, target, store)
         vocabulary = DraftVocabulary(earlier.d2t.numpy(), earlier.t2d.numpy())
         return earlier, vocabulary, {"start_from": source.describe_input()}
-    described = describe_input(options.vocab, load_finished(options.vocab, "align"))
-    return None, _vocabulary(options.vocab, target), {"vocab": described}
+    manifest = load_finished(options.vocab, "align")
+    vocabulary = _vocabulary(options.vocab, manifest, target)
+    return None, vocabulary, {"vocab": describe_input(options.vocab, manifest)}
 
 
-def _vocabulary(folder: str, target: Target) -> DraftVocabulary:
-    vocabulary = load_vocabulary(folder)
+def _vocabulary(folder: str, manifest: Manifest, target: Target) -> DraftVocabulary:
+    vocabulary, remedy = load_vocabulary(folder), "Run `paceline align` on this target's data."
     if len(vocabulary.t2d) != target.vocab_size:
         raise FingerprintMismatch(
             f"{folder} is for a logit width of {len(vocabulary.t2d)}, the target has "
-            f"{target.vocab_size}: run `paceline align` on this target's data"
+            f"{target.vocab_size}. {remedy}"
         )
+    made_by = {"tokenizer": manifest.result["tokenizer"]}
+    target.check_made_by(made_by, f"{folder} holds token ids of", remedy)
     return vocabulary
 
 
@@ -124,6 +134,10 @@ def _train(
     plan, total_steps = plan_of(options, store, share)
     if stage is not None:
         stage.announce({"steps": total_steps})
+    if not (folder / START_FILE).is_file():
+        # For the first shard of a stream each rank waits by itself, as long as it takes: those that
+        # wait for another rank do so for ten minutes.
+        plan.first_samples(_AUX_RMS_SAMPLES)
     start = ranks.from_first(lambda: _start(options, folder, plan, ranks.device))
     torch.manual_seed(options.seed)
     dtype = getattr(torch, start["dtype"])

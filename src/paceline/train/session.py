@@ -10,11 +10,11 @@ from typing import Any
 from paceline.device import peak_bytes
 from paceline.errors import StreamError, TrainingError
 from paceline.progress import progress_bar
-from paceline.runlog import LOG_FILE
+from paceline.runlog import LOG_FILE, append_record, cut_torn_line
 from paceline.train.best import BestDraft
 from paceline.train.checkpoint import save_checkpoint
 from paceline.train.heldout import choose_samples, heldout_figures
-from paceline.train.loop import Trainer, append_record, figures, over_ranks
+from paceline.train.loop import Trainer, figures, over_ranks
 from paceline.train.nan_batch import keep_step
 from paceline.train.optimiser import NotFinite
 
@@ -49,12 +49,16 @@ class Session:
     def run(self) -> None:
         """Train to the end. A stream whose other side is lost leaves a checkpoint, a step that is
         not finite itself (see `nan_batch`)."""
+        if self.trainer.ranks.is_first:
+            cut_torn_line(self.folder)
         try:
             self._run()
             self.trainer.optimiser.check()
         except NotFinite as found:
             told = keep_step(self.folder, self.trainer, self.best.about, found)
             raise TrainingError(told) from found
+        # Whatever becomes of the last look, no step is made twice.
+        self._save()
         self._look()
 
     def _run(self) -> None:
@@ -134,7 +138,7 @@ class Session:
         self.tell(record)
 
     def _is_time(self, every: int) -> bool:
-        """The end of the run has its own figures and needs no checkpoint."""
+        """The end of the run has its own look and checkpoint."""
         return self.next_step % every == 0 and self.next_step != self.trainer.total_steps
 
     def _answer_pause(self, num_windows: int) -> None:
