@@ -205,6 +205,12 @@ class StageFolder:
         self.manifest = replace(self.manifest, result=_plain(result))
         _save(self.path, self.manifest)
 
+    def reopen(self) -> None:
+        """Take a finished folder up again that lacks something: until `finish` nobody takes it for
+        complete."""
+        self.manifest = replace(self.manifest, status=RUNNING, finished=None, fingerprint=None)
+        _save(self.path, self.manifest)
+
     def finish(self, result: Mapping[str, Any], content: str) -> dict[str, Any]:
         """Commit the folder: `content` is the fingerprint of what was written. Returns result."""
         self.manifest = replace(

@@ -76,6 +76,20 @@ def test_a_rows_tree_gives_the_same_bits(tmp_path: Path, target: Path, told: lis
         assert_kept(store.read(i), sample)
 
 
+def test_a_shard_that_was_removed_is_imported_again(
+    tmp_path: Path, target: Path, told: list[Told]
+) -> None:
+    source = rows_tree(tmp_path / "theirs", told)
+    take(source, tmp_path / "store", target, heldout_share=0.0, shard_bytes=1)
+    shard_path(tmp_path / "store", 1).unlink()
+    result = take(source, tmp_path / "store", target, heldout_share=0.0, shard_bytes=1)
+    assert result["accounting"]["done"] == COUNT
+    store = Store(tmp_path / "store")
+    store.verify()
+    for i, sample in enumerate(told):
+        assert_kept(store.read(store.records.find(f"rows_0-2000/data_{i}")), sample)
+
+
 def test_lists_of_layers_in_any_order(tmp_path: Path, target: Path, told: list[Told]) -> None:
     order = [6, NUM_LAYERS, 2, 4]
     for i, sample in enumerate(told):

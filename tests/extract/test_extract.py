@@ -15,6 +15,7 @@ from paceline.errors import (
     FingerprintMismatch,
     LayerError,
     ProbeFailure,
+    StoreCorruption,
 )
 from paceline.extract.probe import relative_error
 from paceline.extract.transformers_engine import TransformersEngine, length_buckets
@@ -289,6 +290,26 @@ def test_batches_stay_in_the_budget_and_lose_nothing():
     real = sum(s.num_tokens for s in samples)
     padded = sum(len(b) * max(s.num_tokens for s in b) for b in batches)
     assert padded <= 1.05 * real
+
+
+def test_a_damaged_shard_is_made_again_as_its_error_says(tmp_path):
+    store = extracted(tmp_path, shard_bytes=100_000)
+    before = Store(store).manifest
+    path = store / "shards/00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[9000] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(StoreCorruption, match="Remove this file and run the command"):
+        paceline.inspect(str(store), verify=True)
+    path.unlink()
+    with pytest.raises(StoreCorruption, match="shards are missing"):
+        Store(store)
+    extracted(tmp_path, shard_bytes=100_000)
+    paceline.inspect(str(store), verify=True)
+    # The same batches ran, so that the states are the same to the bit.
+    after = Store(store).manifest
+    assert after.fingerprint == before.fingerprint
+    assert after.result["accounting"] == before.result["accounting"]
 
 
 def test_an_interrupted_run_goes_on_in_the_dtype_it_began_in(tmp_path, monkeypatch):

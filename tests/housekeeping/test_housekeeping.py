@@ -276,7 +276,7 @@ def test_a_kill_at_any_call_leaves_the_old_store_or_goes_on(tmp_path: Path, kill
 
 
 @pytest.mark.parametrize("verb", ["merge", "subset"])
-def test_a_copy_that_is_killed_goes_on(tmp_path: Path, kill_at, verb: str) -> None:
+def test_a_copy_that_is_killed_or_lost_a_shard_goes_on(tmp_path: Path, kill_at, verb: str) -> None:
     parts = [make_store(tmp_path / "a", SAMPLES[:8]), make_store(tmp_path / "b", SAMPLES[8:])]
 
     def copy(out: str) -> None:
@@ -298,6 +298,14 @@ def test_a_copy_that_is_killed_goes_on(tmp_path: Path, kill_at, verb: str) -> No
     assert kills > 3
     assert bits(tmp_path / "killed") == bits(tmp_path / "whole")
     Store(tmp_path / "killed").verify()
+    # A damaged shard that was removed, as its error says.
+    before = (tmp_path / "whole/manifest.json").read_bytes()
+    copy("whole")
+    assert (tmp_path / "whole/manifest.json").read_bytes() == before
+    shard_path(tmp_path / "whole", shard_numbers(tmp_path / "whole")[0]).unlink()
+    copy("whole")
+    assert bits(tmp_path / "whole") == bits(tmp_path / "killed")
+    Store(tmp_path / "whole").verify()
 
 
 @pytest.mark.parametrize("codec", ["raw", "lossless", "int8"])

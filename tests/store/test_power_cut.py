@@ -65,5 +65,5 @@ def test_the_model_sees_a_writer_that_never_syncs(tmp_path: Path) -> None:
         run(folder, FEW)
     renamed = next(i for i in model.instants if "shards/00000.safetensors" in i.names)
     renamed.rebuild(left, "keep names")
-    with pytest.raises(StoreCorruption, match=r"00000\.safetensors is cut"):
+    with pytest.raises(StoreCorruption, match=r"00000\.safetensors: it is cut"):
         published_ids(left)

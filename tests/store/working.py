@@ -6,7 +6,6 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from paceline.artefact import open_stage
 from paceline.contracts import TokenSample
 from paceline.store import (
     ShardWriter,
@@ -16,6 +15,7 @@ from paceline.store import (
     published_ids,
 )
 from paceline.store.files import shard_numbers, shard_path
+from paceline.store.staging import open_local_store
 
 from .making import assert_holds, make_sample, make_spec, states_of
 
@@ -31,7 +31,7 @@ def run(
     num_lanes: int = 1,
 ) -> None:
     """Open or resume the folder, write what is missing, commit: as `extract` does it."""
-    with open_stage(folder, "extract", {"data": {"fingerprint": "d"}}, {"o": 1}) as stage:
+    with open_local_store(folder, {"data": {"fingerprint": "d"}}, {"o": 1}) as stage:
         if stage.done:
             return
         published = published_ids(stage.path)

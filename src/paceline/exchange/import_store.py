@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from paceline import fingerprint
-from paceline.artefact import StageFolder, describe_input, open_stage
+from paceline.artefact import StageFolder, describe_input
 from paceline.contracts import Accounting, TokenSample
 from paceline.dataset import TokenDataset
 from paceline.errors import DataError, FingerprintMismatch, UsageError
@@ -32,6 +32,7 @@ from paceline.store.foreign.layouts import (
     read_sample,
 )
 from paceline.store.foreign.reading import ForeignFileError, read_config
+from paceline.store.staging import open_local_store
 from paceline.target.spec import Target, open_target
 from paceline.verbs import make_callable
 
@@ -82,7 +83,7 @@ def run(options: ImportStoreOptions) -> dict[str, Any]:
         target.check_made_by(data.manifest.inputs["target"]["fingerprint"], f"{options.data} is of")
         inputs["data"] = describe_input(options.data, data.manifest)
     identity = {**options.identity(), **asdict(said)}
-    with open_stage(options.out, "extract", inputs, identity, options.overwrite) as stage:
+    with open_local_store(options.out, inputs, identity, options.overwrite) as stage:
         stored = _stored_files(stage.path, files)
         if stage.done:
             logger.info("import-store: all is done, %d files were stored before", len(stored))

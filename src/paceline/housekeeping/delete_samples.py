@@ -11,11 +11,10 @@ from paceline.recipe import DeleteSamplesOptions
 from paceline.store import ShardWriter, Store
 from paceline.store.copying import copy_samples
 from paceline.store.rewrite import finish_rewriting, rewrite_shards
+from paceline.store.staging import DELETED
 from paceline.verbs import make_callable
 
 logger = logging.getLogger(__name__)
-
-_DELETED = "deleted"
 
 
 def run(options: DeleteSamplesOptions) -> dict[str, Any]:
@@ -31,7 +30,7 @@ def run(options: DeleteSamplesOptions) -> dict[str, Any]:
     found = load_finished(folder, "extract")
     with open_stage(folder, "extract", found.inputs, found.options) as stage:
         finish_rewriting(stage)
-        gone = set(stage.result.get(_DELETED, []))
+        gone = set(stage.result.get(DELETED, []))
         wanted = [sample_id for sample_id in ids if sample_id not in gone]
         if wanted:
             _delete(stage, wanted)
@@ -57,9 +56,9 @@ def _delete(stage: StageFolder, ids: list[str]) -> None:
     accounting = dict(stage.result["accounting"])
     accounting["done"] -= len(ids)
     skipped = accounting["skipped"]
-    accounting["skipped"] = {**skipped, _DELETED: skipped.get(_DELETED, 0) + len(ids)}
-    gone = [*stage.result.get(_DELETED, []), *ids]
-    result = {**stage.result, "accounting": accounting, _DELETED: gone}
+    accounting["skipped"] = {**skipped, DELETED: skipped.get(DELETED, 0) + len(ids)}
+    gone = [*stage.result.get(DELETED, []), *ids]
+    result = {**stage.result, "accounting": accounting, DELETED: gone}
     rewrite_shards(stage, store.spec, numbers, write_others, result)
 
 

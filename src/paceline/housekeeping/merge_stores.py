@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
-from paceline.artefact import StageFolder, describe_input, differences, open_stage
+from paceline.artefact import StageFolder, describe_input, differences
 from paceline.contracts import Accounting
 from paceline.errors import FingerprintMismatch, StoreError, UsageError
 from paceline.progress import progress_bar
 from paceline.recipe import MergeStoresOptions
 from paceline.store import ShardWriter, Store, StoreSpec, content_fingerprint, published_ids
 from paceline.store.copying import carried_result, copy_samples
+from paceline.store.staging import open_local_store
 from paceline.verbs import make_callable
 
 _TWICE = "in an earlier store too"
@@ -29,7 +30,7 @@ def run(options: MergeStoresOptions) -> dict[str, Any]:
     inputs: dict[str, Any] = {"target": stores[0].manifest.inputs["target"]}
     for number, store in enumerate(stores):
         inputs[f"store_{number}"] = describe_input(store.folder, store.manifest)
-    with open_stage(options.out, "extract", inputs, options.identity(), options.overwrite) as stage:
+    with open_local_store(options.out, inputs, options.identity(), options.overwrite) as stage:
         return stage.result if stage.done else _merge(options, stage, stores)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from paceline import fingerprint
-from paceline.artefact import StageFolder, describe_input, open_stage
+from paceline.artefact import StageFolder, describe_input
 from paceline.contracts import Accounting
 from paceline.errors import UsageError
 from paceline.housekeeping.ids import find_all, wanted_ids
@@ -13,6 +13,7 @@ from paceline.progress import progress_bar
 from paceline.recipe import SubsetStoreOptions
 from paceline.store import ShardWriter, Store, StoreSpec, content_fingerprint, published_ids
 from paceline.store.copying import carried_result, copy_samples, refuse_second_loss
+from paceline.store.staging import open_local_store
 from paceline.verbs import make_callable
 
 
@@ -33,7 +34,7 @@ def run(options: SubsetStoreOptions) -> dict[str, Any]:
         "store": describe_input(store.folder, store.manifest),
     }
     identity = {**options.identity(), "ids": fingerprint.of_json(ids), "ids_file": ""}
-    with open_stage(options.out, "extract", inputs, identity, options.overwrite) as stage:
+    with open_local_store(options.out, inputs, identity, options.overwrite) as stage:
         return stage.result if stage.done else _copy(options, stage, store, chosen)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from paceline.errors import UsageError
 from paceline.store.reader import ShardReader, Store
 from paceline.store.spec import StoreSpec
+from paceline.store.staging import DELETED
 from paceline.store.writer import ShardWriter
 
 _LOSSLESS = ("raw", "lossless")
@@ -36,5 +37,5 @@ def copy_samples(store: ShardReader, indices: Iterable[int], writer: ShardWriter
 
 def carried_result(store: Store) -> dict[str, Any]:
     """What a store's manifest says of its states, for a store made of them."""
-    own = ("accounting", "timing", "deleted", "side_files")
+    own = ("accounting", "timing", DELETED, "side_files")
     return {name: value for name, value in store.manifest.result.items() if name not in own}

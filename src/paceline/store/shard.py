@@ -137,12 +137,10 @@ class MappedTensors:
         self._need(0, min(self.total_bytes, HEADER_BYTES))
         start = os.pread(self._descriptor, _LENGTH.size, 0)
         if len(start) < _LENGTH.size:
-            raise StoreCorruption(f"{self.path} is cut: {self.total_bytes} bytes")
+            raise self._corrupt(f"it is cut to {self.total_bytes} bytes")
         self.header_bytes = _LENGTH.unpack(start)[0] + _LENGTH.size
         if self.header_bytes > min(self.total_bytes, _MAX_HEADER_BYTES):
-            raise StoreCorruption(
-                f"{self.path}: the header's length is damaged, or the file is cut"
-            )
+            raise self._corrupt("the header's length is damaged, or the file is cut")
         self._need(0, self.header_bytes)
         self._header = os.pread(self._descriptor, self.header_bytes, 0)
         self._parse()
@@ -164,15 +162,14 @@ class MappedTensors:
                 for name, v in header.items()
             }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StoreCorruption(f"{self.path}: the header is damaged ({error})") from error
+            raise self._corrupt(f"the header is damaged ({error})") from error
         blank = self._header.replace(self.header_checksum.encode(), _ZERO_DIGEST.encode(), 1)
         if checksum.of(blank) != self.header_checksum:
-            raise StoreCorruption(f"{self.path}: the header does not match its checksum")
+            raise self._corrupt("the header does not match its checksum")
         end = max((entry.end for entry in self.entries.values()), default=0)
         if self.header_bytes + end != self.total_bytes:
-            raise StoreCorruption(
-                f"{self.path} has {self.total_bytes} bytes; its header says "
-                f"{self.header_bytes + end}"
+            raise self._corrupt(
+                f"it has {self.total_bytes} bytes, its header says {self.header_bytes + end}"
             )
 
     def __contains__(self, name: str) -> bool:
@@ -266,11 +263,17 @@ class MappedTensors:
             yield whole[start:stop]
 
     def _damage(self, entry: TensorEntry) -> StoreCorruption:
-        return StoreCorruption(
-            f"{self.path}: tensor {entry.name!r} does not match its checksum (bytes "
-            f"{self.header_bytes + entry.start} to {self.header_bytes + entry.end}): remove this "
-            "shard and run `paceline extract` with the same options to make its samples again"
+        start, end = self.header_bytes + entry.start, self.header_bytes + entry.end
+        return self._corrupt(
+            f"tensor {entry.name!r} does not match its checksum (bytes {start} to {end})"
         )
+
+    def _corrupt(self, what: str) -> StoreCorruption:
+        return StoreCorruption(f"{self.path}: {what}{self._advice()}")
+
+    def _advice(self) -> str:
+        """What to do about damage, said after it."""
+        return ""
 
 
 class Shard(MappedTensors):
@@ -291,6 +294,14 @@ class Shard(MappedTensors):
             raise StoreCorruption(f"{self.path}: the header lacks {error}") from error
         # Positions of samples that were held against their checksums; used for copies only.
         self.proved_samples: set[int] = set()
+
+    def _advice(self) -> str:
+        if self.is_copy:
+            return ". Make or upload the store again with --overwrite"
+        return (
+            ". Remove this file and run the command that made the store (as `paceline extract`) "
+            "with the same options: it makes the samples again"
+        )
 
     @cached_property
     def offsets(self) -> np.ndarray:

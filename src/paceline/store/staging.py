@@ -1,5 +1,8 @@
-"""A store whose `out` is a URL: made in a folder of this machine, uploaded when it is finished."""
+"""The stage folder of a store: a finished one that lacks samples goes on, and one whose `out` is a
+URL is made in a folder of this machine and uploaded when it is finished.
+"""
 
+import logging
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,12 +19,52 @@ from paceline.artefact import (
     refuse_other_work,
 )
 from paceline.contracts import MANIFEST_NAME
+from paceline.errors import StoreError
 from paceline.progress import progress_bar
 from paceline.store.cache import default_folder
+from paceline.store.files import refuse_half_rewritten
 from paceline.store.place import Place, is_remote
+from paceline.store.reader import content_fingerprint
 from paceline.store.remote import read_manifest
 from paceline.store.shelf import STAGE
 from paceline.store.upload import is_claimed_for, refuse_taken, upload
+
+logger = logging.getLogger(__name__)
+
+# In a store's result: ids of the samples that were taken out of it for good.
+DELETED = "deleted"
+
+
+@contextmanager
+def open_local_store(
+    out: str | Path,
+    inputs: Mapping[str, Mapping[str, Any]],
+    options: Mapping[str, Any],
+    overwrite: bool = False,
+) -> Iterator[StageFolder]:
+    """`open_stage` for a store in a folder of this machine. A finished one that does not hold what
+    its manifest says, as when a damaged shard was removed, is not `done`: it goes on.
+
+    Raises StoreError for such a one of which samples were deleted, since they would come back.
+    """
+    with open_stage(out, STAGE, inputs, options, overwrite) as stage:
+        if stage.done:
+            refuse_half_rewritten(stage.path)
+            # From the index, or from the small tensors of the shards: no state is read.
+            content = content_fingerprint(stage.path)
+            if stage.manifest.of_content(content) != stage.manifest.fingerprint:
+                _reopen(stage)
+        yield stage
+
+
+def _reopen(stage: StageFolder) -> None:
+    if stage.result.get(DELETED):
+        raise StoreError(
+            f"{stage.path} lacks samples that it had. They cannot be made again without those that "
+            "were deleted from it: start over with overwrite (--overwrite), and delete them again"
+        )
+    logger.warning("%s does not hold what it did: what is missing is made again", stage.path)
+    stage.reopen()
 
 
 @contextmanager
@@ -32,12 +75,12 @@ def open_store_stage(
     options: Mapping[str, Any],
     overwrite: bool = False,
 ) -> Iterator[StageFolder]:
-    """`open_stage` for a store, whose `out` may be a URL. Its folder is then one in `staging`; on a
+    """`open_local_store` for an `out` that may be a URL. Its folder is then one in `staging`; on a
     clean exit of a finished stage it is uploaded, and goes. What was cut goes on where it was, the
     upload too.
     """
     if not is_remote(out):
-        with open_stage(out, STAGE, inputs, options, overwrite) as stage:
+        with open_local_store(out, inputs, options, overwrite) as stage:
             yield stage
         return
     place = Place(out)
@@ -52,7 +95,7 @@ def open_store_stage(
     if not (_is_made(folder) and is_claimed_for(place, there, load_manifest(folder))):
         # Before hours of work are spent on what can then not be put there.
         refuse_taken(place, there, overwrite)
-    with open_stage(folder, STAGE, inputs, options, overwrite) as stage:
+    with open_local_store(folder, inputs, options, overwrite) as stage:
         yield stage
         if stage.done:
             total = folder_size(folder).num_bytes
