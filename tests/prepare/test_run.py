@@ -179,7 +179,21 @@ def test_ids_that_are_used_twice_are_told_apart(tmp_path: Path, target: Path) ->
     assert ids[1].startswith("1~")
     assert len(ids[2]) == 16  # of the content
     assert len(set(ids)) == 3
-    assert [s.conversation_id for s in done.samples][:2] == ["1", "1"]
+    # Rows of one conversation say so by `conversation_id`.
+    assert [s.conversation_id for s in done.samples] == ids
+    assert done.result["conversations"] == 3
+
+
+def test_conversations_of_two_sources_may_have_the_same_names(tmp_path: Path, target: Path) -> None:
+    rows = [
+        chat(f"q{i}", "a", conversation_id=i // 2, source=source)
+        for i, source in enumerate(["x"] * 4 + ["y"] * 4)
+    ]
+    rows += [chat(f"more {i}", "a", conversation_id=i // 2, source="y") for i in range(4)]
+    done = Prepared(tmp_path, target, rows)
+    told = {(s.source, s.conversation_id) for s in done.samples}
+    assert told == {("x", "0"), ("x", "1"), ("y", "0"), ("y", "1"), ("y", "2"), ("y", "3")}
+    assert done.result["conversations"] == 6
 
 
 def test_sources_are_mixed_by_weight(tmp_path: Path, target: Path) -> None:

@@ -20,16 +20,15 @@ class Measured:
 
 @dataclass
 class Walks:
-    """Counts of each conversation for one method: conversation id -> K -> Counts."""
+    """Counts of each conversation for one method: (conversation id, source) -> K -> Counts. Two
+    sources may number their conversations alike."""
 
     lengths: list[int]
-    found: dict[str, dict[int, Counts]] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)
+    found: dict[tuple[str, str], dict[int, Counts]] = field(default_factory=dict)
 
     def add(self, conversation: str, source: str, counts: dict[int, Counts]) -> None:
         """Answers of one conversation are resampled together, so their counts are added up."""
-        self.sources[conversation] = source
-        known = self.found.setdefault(conversation, {})
+        known = self.found.setdefault((conversation, source), {})
         for k, more in counts.items():
             if k in known:
                 known[k].add(more)
@@ -38,15 +37,16 @@ class Walks:
 
     def table(self, options: EvaluateOptions) -> dict[str, Any]:
         per_length = {k: [counts[k] for counts in self.found.values()] for k in self.lengths}
-        return table(per_length, list(self.sources.values()), options.bootstrap, options.seed)
+        sources = [source for _, source in self.found]
+        return table(per_length, sources, options.bootstrap, options.seed)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """One record for each conversation and chain length."""
-        for conversation, by_length in self.found.items():
+        for (conversation, source), by_length in self.found.items():
             for k, counts in by_length.items():
                 yield {
                     "conversation": conversation,
-                    "source": self.sources[conversation],
+                    "source": source,
                     "num_draft_tokens": k,
                     "verify_steps": counts.verify_steps,
                     "accepted": counts.accepted,

@@ -242,7 +242,7 @@ class Converter:
             base = f"{base}~{content.content_hash[:8]}"
             self.ids.add(digest(base.encode()))
         conversation_id = identity.conversation_id or base
-        self.conversations.add(digest(conversation_id.encode()))
+        self.conversations.add(digest(identity.source.encode(), conversation_id.encode()))
         split = self._split(identity.split, content.prompt_hash)
         teaches_all = self.options.train_on_prompts and split == TRAIN_SPLIT
         return [

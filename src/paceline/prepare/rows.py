@@ -28,7 +28,8 @@ class RowError(DataError):
 @dataclass(frozen=True)
 class Identity:
     """What a row says of itself, before its content is looked at. Empty id: take the content's
-    hash. split: where the row names one of ours; None leaves it to the options."""
+    hash. Empty conversation_id: the row is a conversation of its own. split: where the row names
+    one of ours; None leaves it to the options."""
 
     id: str
     conversation_id: str
@@ -78,7 +79,9 @@ def parse_row(row: RawRow) -> dict[str, Any]:
 
 def identify(row: dict[str, Any], default_source: str) -> Identity:
     row_id = next((row[key] for key in _ID_KEYS if row.get(key) is not None), "")
-    conversation = row.get("conversation_id", row_id)
+    # Not the id: two files may both number their rows from 1.
+    conversation = row.get("conversation_id")
+    conversation = "" if conversation is None else conversation
     for name, value in (("id", row_id), ("conversation_id", conversation)):
         if not isinstance(value, str | int):
             raise RowError("bad_field", f"{name} is {value!r}, not a string or a number")

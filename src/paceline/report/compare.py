@@ -26,6 +26,8 @@ CONVERSATIONS_FILE = "conversations.jsonl"
 _RESAMPLES, _SEED = 2000, 0
 _INTERVAL = (2.5, 97.5)
 _MOST_RUNS = 6
+# Its id and its source: two sources may number their conversations alike.
+_Conversation = tuple[str, str]
 # Options of these stages say how a draft was made.
 _SHAPING = ("generate", "prepare", "extract", "align", "train")
 
@@ -86,7 +88,7 @@ def comparison(records: Sequence[RunRecord]) -> Comparison:
 
 
 def paired_difference(
-    ours: dict[str, tuple[int, int]], theirs: dict[str, tuple[int, int]]
+    ours: dict[_Conversation, tuple[int, int]], theirs: dict[_Conversation, tuple[int, int]]
 ) -> tuple[float, float, float] | None:
     """(theirs - ours, and its 95% interval) in acceptance length, over the conversations that both
     have; each resample takes the same conversations of both. None where none is shared.
@@ -158,13 +160,14 @@ def _paired(
     return {k: paired_difference(ours.get(k, {}), theirs.get(k, {})) for k in lengths}
 
 
-def _conversations(record: RunRecord) -> dict[str, dict[str, tuple[int, int]]]:
+def _conversations(record: RunRecord) -> dict[str, dict[_Conversation, tuple[int, int]]]:
     """K -> conversation -> (verify steps, accepted). Empty where they were not kept."""
     path = Path(record.stages["evaluate"].folder) / CONVERSATIONS_FILE
-    found: dict[str, dict[str, tuple[int, int]]] = {}
+    found: dict[str, dict[_Conversation, tuple[int, int]]] = {}
     for row in map(json.loads, path.read_text().splitlines() if path.is_file() else ()):
         counts = found.setdefault(str(row["num_draft_tokens"]), {})
-        counts[row["conversation"]] = (row["verify_steps"], row["accepted"])
+        name = (row["conversation"], row["source"])
+        counts[name] = (row["verify_steps"], row["accepted"])
     return found
 
 

@@ -91,12 +91,12 @@ def _row(counts: Counts) -> torch.Tensor:
 
 
 def _pooled(store: Store | Follower, samples: list[int], rows: list[list[int]]) -> dict[str, Any]:
-    """Answers of one conversation are resampled together."""
-    found: dict[str, Counts] = {}
+    """Answers of one conversation are resampled together; two sources may number theirs alike."""
+    found: dict[tuple[str, str], Counts] = {}
     for sample, (steps, accepted, left_out, *per_position) in zip(samples, rows, strict=True):
         record = store.records[sample]
         counts = Counts(steps, accepted, np.array(per_position), left_out)
-        name = record.conversation_id or record.sample_id
+        name = (record.conversation_id or record.sample_id, record.source)
         if name in found:
             found[name].add(counts)
         else:
