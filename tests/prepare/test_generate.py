@@ -172,6 +172,27 @@ def test_conversations_of_several_answers_reach_prepare_whole(
     assert tokenizer.decode(sample.input_ids[sample.loss_mask].tolist()) == "11<|im_end|>" * 3
 
 
+def test_what_the_split_goes_by_stays_with_the_data(
+    tmp_path: Path, target: Path, echo: EchoEngine
+) -> None:
+    rows = [
+        *(chat(f"q{i}", "OLD", conversation_id=i // 2) for i in range(30)),
+        chat("first", "OLD", split="heldout"),
+        chat("second", "OLD", split="train"),
+    ]
+    done = Generated(tmp_path, target, rows)
+    splits = []
+    for name, source in (("before", done.data), ("after", str(done.folder))):
+        out = str(tmp_path / name)
+        paceline.prepare(target=str(target), data=[source], out=out, heldout_share=0.4)
+        splits.append([(s.split, s.conversation_id) for s in TokenDataset(out)])
+    before, after = splits
+    assert before[:30] == after[:30]
+    assert {split for split, _ in before[:30]} == {"train", "heldout"}
+    assert [split for split, _ in before[30:]] == [split for split, _ in after[30:]]
+    assert [split for split, _ in after[30:]] == ["heldout", "train"]
+
+
 def test_calls_of_tools_in_the_data_stay(tmp_path: Path, echo: EchoEngine) -> None:
     target = chatml_target(tmp_path / "t", toys.TOOLS_ITEMS)
     call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}

@@ -122,6 +122,28 @@ def test_the_split_goes_by_the_prompt(tmp_path: Path, target: Path) -> None:
     assert 10 < sum(splits[f"a{i}"] == "heldout" for i in range(60)) < 40
 
 
+def test_rows_of_one_conversation_stand_on_one_side(tmp_path: Path, target: Path) -> None:
+    """Also where each begins at another turn of it, as words or as ids."""
+    words = [
+        chat(f"turn {turn} of {i}", "a", id=f"w{i}.{turn}", conversation_id=f"w{i}")
+        for i in range(60)
+        for turn in range(3)
+    ]
+    ids = [
+        {"conversation_id": i, "prompt_ids": [*range(i, i + turn)], "response_ids": [turn, 2]}
+        for i in range(60)
+        for turn in range(1, 4)
+    ]
+    done = Prepared(tmp_path, target, [*words, *ids], heldout_share=0.4)
+    assert len(done.samples) == 360
+    splits: dict[str, set[str]] = {}
+    for sample in done.samples:
+        splits.setdefault(sample.conversation_id, set()).add(sample.split)
+    assert len(splits) == 120
+    assert all(len(sides) == 1 for sides in splits.values())
+    assert 24 < sum("heldout" in sides for sides in splits.values()) < 72
+
+
 def test_a_row_may_name_its_split(tmp_path: Path, target: Path) -> None:
     named = {"a": "train", "b": "heldout", "c": "validation"}
     rows = [

@@ -212,8 +212,10 @@ def _output_row(work: _Work) -> dict[str, Any]:
         "finished": last != LENGTH,
         "finish_reason": last,
     }
-    if conversation.identity.split:
-        row["split"] = conversation.identity.split
+    for name in ("conversation_id", "split"):
+        # What the split of the data goes by stays with it.
+        if value := getattr(conversation.identity, name):
+            row[name] = value
     if conversation.tools:
         row["tools"] = conversation.tools
     exact = [answer for answer in work.answers if answer["response_ids"] is not None]

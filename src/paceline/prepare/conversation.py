@@ -39,9 +39,9 @@ class Conversation:
     """One conversation. `tools`: schemas in the API's form, None where the row has none.
 
     content_hash: of all that is rendered. prompt_hash: of what comes before the first answer,
-    system messages left out; the held-out split goes by it, so that the same question with
-    another answer, another system message or another id never stands on both sides, and a data
-    set keeps its split when its answers are regenerated.
+    system messages left out; the held-out split of rows without a conversation_id goes by it, so
+    that the same question with another answer, another system message or another id never stands
+    on both sides, and a data set keeps its split when its answers are regenerated.
     """
 
     identity: Identity

@@ -243,7 +243,7 @@ class Converter:
             self.ids.add(digest(base.encode()))
         conversation_id = identity.conversation_id or base
         self.conversations.add(digest(identity.source.encode(), conversation_id.encode()))
-        split = self._split(identity.split, content.prompt_hash)
+        split = self._split(content)
         teaches_all = self.options.train_on_prompts and split == TRAIN_SPLIT
         return [
             TokenSample(
@@ -259,12 +259,16 @@ class Converter:
             for number, piece in enumerate(pieces, start=1)
         ]
 
-    def _split(self, named: str | None, prompt_hash: str) -> str:
+    def _split(self, content: TokenRow | Conversation) -> str:
+        identity = content.identity
         if self.options.split != "auto":
             return self.options.split
-        if named is not None:
-            return named
-        is_heldout = _unit(prompt_hash[:8]) < self.options.heldout_share
+        if identity.split is not None:
+            return identity.split
+        # Rows of one conversation may begin at different turns of it: their prompts differ.
+        name = identity.conversation_id
+        split_hash = digest(name.encode()) if name else content.prompt_hash
+        is_heldout = _unit(split_hash[:8]) < self.options.heldout_share
         return HELDOUT_SPLIT if is_heldout else TRAIN_SPLIT
 
     def _skip(self, entry: _Pending, error: RowError, record: PartRecord) -> None:
