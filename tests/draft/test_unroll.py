@@ -20,7 +20,6 @@ def test_T06_packed_documents_do_not_see_each_other():
         batch = pack([stored(random_doc(config, [0, 1, 1], seed)), stored(b)])
         assert batch.positions.tolist() == [0, 1, 0]
         assert batch.starts.tolist() == [0, 0, 2]
-        assert batch.document.tolist() == [0, 0, 1]
         # Next-token targets [1, 1, 0 | 1, 0], the last rows not even stored.
         assert batch.run_length.tolist() == [2, 1, 1]
         states, steps = unroll_states(draft, batch, 2)

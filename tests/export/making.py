@@ -5,7 +5,7 @@ from pathlib import Path
 
 from paceline import fingerprint
 from paceline.artefact import open_stage
-from paceline.draft.checkpoint import WEIGHTS_FILE, save_draft
+from paceline.draft.checkpoint import WEIGHTS_FILE, draft_tensors, write_draft
 from paceline.draft.model import Draft
 from paceline.recipe import TrainOptions
 from paceline.target.spec import Target
@@ -17,7 +17,7 @@ def trained_folder(folder: Path, draft: Draft, target: Target) -> Path:
         "target": target.describe_input(),
     }
     with open_stage(folder, "train", inputs, TrainOptions().identity()) as stage:
-        save_draft(stage.path, draft)
+        write_draft(stage.path, draft.config, draft_tensors(draft))
         result = {
             "target": asdict(target.reference),
             "draft": draft.config.to_dict(),

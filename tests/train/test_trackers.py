@@ -37,8 +37,8 @@ def logged(folder):
 def test_tensorboard_shows_the_log_of_a_run_that_was_broken(tmp_path, monkeypatch):
     extracted(tmp_path)
     out = tmp_path / "draft"
-    options = {"trackers": ["tensorboard"], "max_steps": 8, "log_every": 1, "checkpoint_every": 3}
-    options["eval_every"] = 4
+    options = {"trackers": ["tensorboard"], "max_steps": 8, "log_every": 1, "eval_every": 2}
+    options["checkpoint_every"] = 4
     whole_step = loop.Trainer.step
 
     def stopping_step(self, read):
@@ -52,14 +52,15 @@ def test_tensorboard_shows_the_log_of_a_run_that_was_broken(tmp_path, monkeypatc
             trained(tmp_path, str(out), **options)
     trained(tmp_path, str(out), **options)
     shown, log = scalars(out), logged(out)
-    assert sorted(shown["loss"]) == list(range(8))
-    assert shown["loss"] == pytest.approx({step: r["loss"] for step, r in log.items()})
-    first_kl = {step: r["train"]["kl"][0] for step, r in log.items()}
+    # A record of the log has the number of its step, from 0; a tracker counts the steps done.
+    assert sorted(shown["loss"]) == list(range(1, 9))
+    assert shown["loss"] == pytest.approx({step + 1: r["loss"] for step, r in log.items()})
+    first_kl = {step + 1: r["train"]["kl"][0] for step, r in log.items()}
     assert shown["train/kl/0"] == pytest.approx(first_kl)
     for name in ("mfu", "peak_bytes", "wait_share"):
-        assert shown[name] == pytest.approx({step: r[name] for step, r in log.items()})
+        assert shown[name] == pytest.approx({step + 1: r[name] for step, r in log.items()})
     looks = {r["step"]: r["heldout"]["acceptance"]["acceptance_length"] for r in held_out(out)}
-    assert sorted(looks) == [4, 8]
+    assert sorted(looks) == [2, 4, 6, 8]
     assert shown["heldout/acceptance/acceptance_length"] == pytest.approx(looks)
 
 

@@ -45,7 +45,7 @@ class PackedBatch:
     """aux [T, A, D]; last [M, D]; all others int64.
 
     tokens [N]; token_of_row [T]: where a row's own token lies in `tokens`; positions [T]: place in
-    the document; starts [T]: first row of the row's document; document [T]: its number.
+    the document; starts [T]: first row of the row's document.
     run_length [T]: how many tokens right after the row's own are supervised, without a gap: the
     row is supervised at TTT step j iff run_length > j. teacher_of_token [N]: row of `last` of a
     supervised token (-1 elsewhere).
@@ -57,7 +57,6 @@ class PackedBatch:
     token_of_row: torch.Tensor
     positions: torch.Tensor
     starts: torch.Tensor
-    document: torch.Tensor
     run_length: torch.Tensor
     teacher_of_token: torch.Tensor
     supervised: "SupervisedRows"
@@ -199,7 +198,6 @@ def from_packed(documents: PackedDocuments) -> PackedBatch:
         token_of_row=long(token_of_row),
         positions=long(positions),
         starts=long(starts),
-        document=long(document),
         run_length=long(run_length),
         teacher_of_token=long(teacher_of_token),
         supervised=SupervisedRows(rows, run_length[rows], teacher_of_token[token_of_row[rows] + 1]),

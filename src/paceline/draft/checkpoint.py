@@ -34,13 +34,9 @@ def own_state(draft: Draft) -> dict[str, torch.Tensor]:
     return state
 
 
-def save_draft(folder: Path, draft: Draft) -> None:
-    """Write the draft's shape and weights; each file appears whole or not at all."""
-    write_draft(folder, draft.config, draft_tensors(draft))
-
-
 def write_draft(folder: Path, config: DraftConfig, tensors: dict[str, torch.Tensor]) -> None:
-    """As save_draft, from tensors that are on the CPU."""
+    """Write a draft's shape and its `draft_tensors`, on the CPU; each file appears whole or not at
+    all."""
     write_json(folder / CONFIG_FILE, config.to_dict())
     write_atomically(folder / WEIGHTS_FILE, save(tensors))
 

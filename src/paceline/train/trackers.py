@@ -1,7 +1,8 @@
 """Where records go besides `log.jsonl`: TensorBoard, Weights & Biases, trackio.
 
 Each is an extra, imported only when asked for. Figures are named by their place in the record:
-`train/kl/0` is the KL of TTT step 0.
+`train/kl/0` is the KL of TTT step 0. They stand at the number of optimiser steps that were done, so
+that a look at held-out data stands with the step before it.
 """
 
 import os
@@ -15,7 +16,7 @@ from typing import Any
 from paceline.errors import UsageError
 
 PROJECT = "paceline"
-Tell = Callable[[dict[str, float], int], None]  # figures by name, optimiser step
+Tell = Callable[[dict[str, float], int], None]  # figures by name, optimiser steps done
 
 
 @contextmanager
@@ -38,8 +39,9 @@ def open_trackers(
 
         def tell(record: dict[str, Any]) -> None:
             shown = figures_of({k: v for k, v in record.items() if k != "step"})
+            done = record["step"] + ("heldout" not in record)
             for each in tells:
-                each(shown, record["step"])
+                each(shown, done)
 
         yield tell
 
@@ -66,7 +68,7 @@ def _tensorboard(folder: Path, config: dict[str, Any], start: int) -> Iterator[T
     from torch.utils.tensorboard import SummaryWriter
 
     # What a broken run logged past its checkpoint is hidden: those steps are made again.
-    with SummaryWriter(folder / "tensorboard", purge_step=start) as writer:
+    with SummaryWriter(folder / "tensorboard", purge_step=start + 1) as writer:
 
         def tell(shown: dict[str, float], step: int) -> None:
             for name, value in shown.items():
