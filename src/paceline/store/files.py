@@ -151,23 +151,28 @@ def _claim(folder: Path) -> tuple[int, int]:
         except FileExistsError:
             number += 1
             continue
-        # Another worker may have published this number between the listing and the claim.
-        if shard_path(folder, number).exists():
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if not _is_at(descriptor, path):
+            # Until the lock was there, the file looked like one whose writer is dead.
+            os.close(descriptor)
+            continue
+        # Another worker may have published this number between the listing and the claim, and a
+        # training may have consumed it since.
+        if shard_path(folder, number).exists() or receipt_path(folder, number).exists():
             os.unlink(path)
             os.close(descriptor)
             number += 1
             continue
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
         return number, descriptor
 
 
 def remove_leftovers(folder: Path) -> int:
     """Remove aside files whose writer is dead, and shards that were just being let go. Returns how
-    many there were."""
+    many there were. Live writers are not disturbed."""
     removed = 0
     for number in receipt_numbers(folder):
-        if shard_path(folder, number).exists():
-            shard_path(folder, number).unlink()
+        with suppress(FileNotFoundError):
+            os.unlink(shard_path(folder, number))
             removed += 1
     for number in aside_numbers(folder):
         path = aside_path(folder, number)
@@ -177,10 +182,20 @@ def remove_leftovers(folder: Path) -> int:
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(path)
-            removed += 1
+            # A live writer may have published the file between the opening and the lock.
+            if _is_at(descriptor, path):
+                os.unlink(path)
+                removed += 1
         except BlockingIOError:
             pass
         finally:
             os.close(descriptor)
     return removed
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """The open file still has this name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False

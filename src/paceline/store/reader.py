@@ -20,12 +20,11 @@ from paceline.store.files import (
     receipt_path,
     remove_leftovers,
     shard_numbers,
-    shard_path,
 )
 from paceline.store.index import Index, open_index
 from paceline.store.records import Records
 from paceline.store.remote import open_shelf
-from paceline.store.shard import Shard
+from paceline.store.shard import Shard, open_published
 from paceline.store.shelf import LocalShelf, Shelf
 from paceline.store.spec import StoreSpec
 
@@ -221,13 +220,15 @@ def published_ids(folder: str | Path) -> set[str]:
     """The ids of all published samples, those of shards that were let go included: what a resumed
     run need not do again.
 
-    Call it as the folder's owner, before writers start: leftovers of dead runs are removed.
+    Call it in the run that owns the folder, whose writers may be at work: leftovers of dead writers
+    are removed.
     """
     folder = Path(folder)
     remove_leftovers(folder)
-    paths = [shard_path(folder, n) for n in shard_numbers(folder)]
-    paths += [receipt_path(folder, n) for n in receipt_numbers(folder)]
-    return {sample_id for path in paths for sample_id in Shard(path).columns["sample_id"]}
+    published = (open_published(folder, n) for n in shard_numbers(folder))
+    ids = {sample_id for shard in published for sample_id in shard.columns["sample_id"]}
+    let_go = (Shard(receipt_path(folder, n)) for n in receipt_numbers(folder))
+    return ids | {sample_id for shard in let_go for sample_id in shard.columns["sample_id"]}
 
 
 def content_fingerprint(folder: str | Path) -> str:

@@ -22,6 +22,7 @@ import torch
 from paceline.errors import StoreCorruption, StoreError
 from paceline.store import checksum
 from paceline.store.blocks import BlockFile
+from paceline.store.files import receipt_path, shard_path
 from paceline.store.spec import StoreSpec
 
 FORMAT = "paceline-store"
@@ -326,3 +327,12 @@ class Shard(MappedTensors):
     def stored_columns(self) -> dict[str, list[Any]]:
         """The columns as they were written, of early shards too."""
         return json.loads(bytes(bytes_of(self.tensor("samples"))))
+
+
+def open_published(folder: Path, number: int) -> Shard:
+    """A shard that was just seen published. Another process may have let it go since: then its
+    receipt, which says all but the states and stood there before the shard went."""
+    try:
+        return Shard(shard_path(folder, number))
+    except FileNotFoundError:
+        return Shard(receipt_path(folder, number))

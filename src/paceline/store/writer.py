@@ -26,8 +26,14 @@ from paceline.store.encoded import (
     begin_digest,
     describe,
 )
-from paceline.store.files import AsideFile, shard_numbers, shard_path
-from paceline.store.shard import HEADER_BYTES, Shard, TensorEntry, build_header, bytes_of
+from paceline.store.files import AsideFile, shard_numbers
+from paceline.store.shard import (
+    HEADER_BYTES,
+    TensorEntry,
+    build_header,
+    bytes_of,
+    open_published,
+)
 from paceline.store.spec import StoreSpec
 from paceline.store.stream import AppendStream, Buffers, HeldBytes
 
@@ -147,7 +153,7 @@ class ShardWriter:
 
     def _refuse_other_store(self) -> None:
         for number in shard_numbers(self.folder)[:1]:
-            found = Shard(shard_path(self.folder, number)).spec.identity()
+            found = open_published(self.folder, number).spec.identity()
             if lines := differences(found, self.spec.identity()):
                 raise StoreError(
                     f"{self.folder} holds shards of another store: " + "; ".join(lines)
