@@ -48,12 +48,12 @@ def main() -> None:
     options = parse()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    scratch = Path(tempfile.mkdtemp())
-    target = make_target(options.shape, scratch / options.shape)
-    samples = make_samples(options.prompts, 512, 2048, 128000)
-    plan = plan_layers(None, target.num_layers)
-    measure = of_pools if options.workers > 1 else of_one_engine
-    result = measure(options, target, samples, plan, scratch)
+    with tempfile.TemporaryDirectory() as scratch:
+        target = make_target(options.shape, Path(scratch) / options.shape)
+        samples = make_samples(options.prompts, 512, 2048, 128000)
+        plan = plan_layers(None, target.num_layers)
+        measure = of_pools if options.workers > 1 else of_one_engine
+        result = measure(options, target, samples, plan, Path(scratch))
     print(json.dumps({"shape": options.shape, "prompts": options.prompts, **result}))
 
 

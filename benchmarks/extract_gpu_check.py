@@ -49,15 +49,17 @@ def main() -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.target == "random":
-        options.target = random_llama(Path(tempfile.mkdtemp()))
-    if options.one:
-        print(json.dumps(check(options.target, options.one, options.tensor_parallel)))
-        return
     results: dict[str, Any] = {}
-    for runner in options.runners:
-        for dtype in options.dtypes:
-            results[f"{runner} {dtype}"] = in_process(options, runner, dtype)
+    with tempfile.TemporaryDirectory() as scratch:
+        if options.one:
+            found = check(options.target, options.one, options.tensor_parallel, Path(scratch))
+            print(json.dumps(found))
+            return
+        if options.target == "random":
+            options.target = random_llama(Path(scratch))
+        for runner in options.runners:
+            for dtype in options.dtypes:
+                results[f"{runner} {dtype}"] = in_process(options, runner, dtype)
     print(json.dumps(results))
     if not all(result.get("ok") for result in results.values()):
         raise SystemExit(1)
@@ -94,11 +96,10 @@ def in_process(options: argparse.Namespace, runner: str, dtype: str) -> dict[str
     return result
 
 
-def check(name: str, dtype: str, tensor_parallel: int) -> dict[str, Any]:
+def check(name: str, dtype: str, tensor_parallel: int, scratch: Path) -> dict[str, Any]:
     target = Target(TargetReference(name))
     samples = mixed_samples(target.vocab_size)
     plan = plan_layers(LAYERS, target.num_layers)
-    scratch = Path(tempfile.mkdtemp())
     settings = engine_settings(
         target,
         dtype,

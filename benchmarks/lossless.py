@@ -32,7 +32,8 @@ def main() -> int:
     for found in result["differences"]:
         print(
             f"{found['conversation']}: token {found['position']} is {found['other']} and not "
-            f"{found['own']}, log p gap {found['gap']}"
+            f"{found['own']}, log p gap {found['gap']}",
+            file=sys.stderr,
         )
     print(json.dumps({k: v for k, v in result.items() if k != "differences"}))
     return 0 if result["equal_outputs"] + result["near_ties"] == result["outputs"] else 1

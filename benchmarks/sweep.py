@@ -7,7 +7,7 @@ FOLDER of `--data` holds train, eval and heldout `.jsonl.gz` (rows with `source`
 `response_ids`). Settings are in `--settings` (benchmarks/sweep.yaml): names with overrides of the
 recipe. Stages with equal options are done once. Each finished setting adds a line to
 OUT/results.jsonl; what processes say goes to SCRATCH/logs. After `--seconds` what still trains is
-ended, its last record told.
+ended, its last record told. The last line of stdout is one JSON object with all of them.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def main() -> None:
         results = options.out / "results.jsonl"
         rows = list(pool.map(lambda setting: trained(machine, setting, results), settings))
     say(table(rows))
-    say(f"{time.monotonic() - started:.0f} s in all")
+    print(json.dumps({"seconds": round(time.monotonic() - started), "settings": rows}))
 
 
 def common_parser(about: str) -> argparse.ArgumentParser:
@@ -275,7 +275,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def say(text: str) -> None:
-    print(text, flush=True)
+    print(text, file=sys.stderr, flush=True)
 
 
 def work(jobs: list[dict[str, Any]]) -> None:
