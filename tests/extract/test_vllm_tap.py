@@ -1,5 +1,6 @@
 """The tap around runners of both kinds. No vLLM."""
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from paceline.errors import EngineError
 from paceline.extract.guards import RowNorms
 from paceline.extract.vllm.batch import request_id
 from paceline.extract.vllm.layers import find_decoder_layers
-from paceline.extract.vllm.rows import Ring
+from paceline.extract.vllm.rows import Ring, Slot
 from paceline.extract.vllm.runners import view_of
 from paceline.extract.vllm.tap import Tap
 from tests.extract.runners import NUM_LAYERS, VOCAB, RunnerBase, RunnerV1, RunnerV2, Scheduled
@@ -36,9 +37,15 @@ class Kept:
 class Bench:
     """A runner with a tap on it, and samples under their numbers."""
 
-    def __init__(self, runner: RunnerBase, lengths: list[int]) -> None:
+    def __init__(
+        self,
+        runner: RunnerBase,
+        lengths: list[int],
+        ring: Ring | None = None,
+        sink: Kept | None = None,
+    ) -> None:
         self.runner = runner
-        self.sink = Kept()
+        self.sink = sink or Kept()
         rng = np.random.default_rng(0)
         self.samples = {}
         for number, length in enumerate(lengths):
@@ -46,7 +53,8 @@ class Bench:
             self.samples[number] = TokenSample(f"s{number}", ids, np.arange(length) >= length // 2)
             runner.prompts[self.name(number)] = ids
         layers = find_decoder_layers(runner.model, NUM_LAYERS)
-        self.tap = Tap(runner, view_of(runner), layers, PLAN, Ring(2, 0, False), [self.sink])
+        ring = ring or Ring(2, 0, False)
+        self.tap = Tap(runner, view_of(runner), layers, PLAN, ring, [self.sink])
         self.tap.expect(self.samples)
 
     def name(self, number: int) -> str:
@@ -157,6 +165,70 @@ def test_no_error_of_a_thread_stops_the_steps(bench: Bench, method: str, monkeyp
     bench.tap.flush()
     assert isinstance(bench.tap.error, MemoryError | EngineError)
     bench.tap.close()
+
+
+class WatchedRing(Ring):
+    """Says when an engine finds no slot that only the disk can free. settle: returns when all rows
+    captured so far are assigned."""
+
+    settle: Callable[[], None]
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(num_slots, 0, False)
+        self.no_slot = threading.Event()
+
+    def take(self, broken: Callable[[], bool]) -> Slot:
+        def looked_again() -> bool:
+            self.settle()
+            if self._free.empty():
+                self.no_slot.set()
+            return broken()
+
+        return super().take(looked_again)
+
+
+class StoppedDisk(Kept):
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def add(self, *sample: Any) -> None:
+        assert self.go_on.wait(300)
+        super().add(*sample)
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        pytest.param([(0, 12)], id="whole samples"),
+        pytest.param([(0, 8), (8, 4)], id="two steps a sample"),
+        pytest.param([(0, 3), (3, 3), (6, 3), (9, 3)], id="more steps than slots"),
+    ],
+)
+def test_an_engine_waits_while_the_disk_stands_still(chunks: list[tuple[int, int]]) -> None:
+    ring, disk = WatchedRing(2), StoppedDisk()
+    bench = Bench(RunnerV1(), [12] * 10, ring, disk)
+    ring.settle = bench.tap._captured.join
+    ran: list[int] = []
+
+    def engine() -> None:
+        for number in bench.samples:
+            for chunk in chunks:
+                bench.step(**{f"n{number}": chunk})
+            ran.append(number)
+        ring.no_slot.set()
+
+    thread = threading.Thread(target=engine, daemon=True)
+    thread.start()
+    assert ring.no_slot.wait(300)
+    # One sample a slot is held for the disk, whether a step ran all of it or its end only.
+    assert ran == [0, 1]
+    disk.go_on.set()
+    thread.join(300)
+    bench.tap.close()
+    bench.assert_right(*range(10))
+    assert bench.tap.error is None
+    assert ring.whole
 
 
 def test_an_error_of_the_engine_comes_out_as_it_is(bench: Bench) -> None:

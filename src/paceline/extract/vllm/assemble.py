@@ -44,13 +44,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Complete:
-    """A sample with all its rows. `shared`: they lie in the step's slot, else in memory of their
-    own."""
+    """A sample with all its rows: in the slot of the step that ran all of it, or joined in memory
+    of their own."""
 
     number: int
     sample: TokenSample
     rows: Rows
-    shared: bool
 
 
 @dataclass
@@ -132,7 +131,7 @@ class Assembler:
         if segment.start == 0:
             if segment.stop == needed:
                 self.drop(number)
-                return Complete(number, sample, part, shared=True)
+                return Complete(number, sample, part)
             num_last = sample.num_supervised if self._has_last else 0
             self._growing[number] = _Growing(part.empty(sample.num_aux_rows, num_last))
         growing = self._growing[number]
@@ -140,7 +139,7 @@ class Assembler:
         if segment.stop < needed:
             return None
         del self._growing[number]
-        return Complete(number, sample, growing.rows, shared=False)
+        return Complete(number, sample, growing.rows)
 
 
 def _host(values: torch.Tensor) -> np.ndarray:

@@ -95,7 +95,9 @@ class Slot:
 
 
 class Ring:
-    """A fixed number of slots: when all are in use the engine waits, memory does not grow.
+    """A fixed number of slots: when all are in use the engine waits, memory does not grow. A step
+    holds its slot until its rows are assigned, and each sample that it completed until it is
+    written; one that is not yet complete holds none, so that it cannot wait for itself.
 
     pinned: memory that the GPU writes on its own. It is registered rather than taken from torch's
     pinned allocator, which rounds sizes up to powers of two.

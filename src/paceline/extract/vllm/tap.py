@@ -21,7 +21,7 @@ from paceline.extract.guards import RowNorms
 from paceline.extract.vllm.assemble import Assembler, Complete
 from paceline.extract.vllm.batch import Segment, check_batch, sample_number, segments_of
 from paceline.extract.vllm.layers import LayerHooks
-from paceline.extract.vllm.rows import HostRows, Mover, Pick, Ring, pick_rows
+from paceline.extract.vllm.rows import HostRows, Mover, Pick, Ring, Slot, pick_rows
 from paceline.extract.vllm.runners import RunnerView
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class Tap:
         self._execute = runner.execute_model
         runner.execute_model = self._execute_model
         self._captured: queue.Queue[_Captured | _Forget | None] = queue.Queue()
-        self._complete: queue.Queue[tuple[Complete, HostRows] | None] = queue.Queue()
+        self._complete: queue.Queue[tuple[Complete, Slot] | None] = queue.Queue()
         self._threads = [threading.Thread(target=self._harvest, name="tap-harvest", daemon=True)]
         for sink in sinks:
             self._threads.append(
@@ -263,9 +263,10 @@ class Tap:
             for complete in assembler.take(
                 item.segments, item.pick, item.rows, item.samples, self._samples.__contains__
             ):
-                if complete.shared:
-                    item.rows.slot.hold()
-                self._complete.put((complete, item.rows))
+                # Rows that were joined lie in memory of their own, and hold the slot all the same:
+                # nothing else bounds how many of them wait for the disk.
+                item.rows.slot.hold()
+                self._complete.put((complete, item.rows.slot))
         except CaptureMismatch as mismatch:
             for segment in item.segments:
                 assembler.drop(segment.number)
@@ -280,7 +281,7 @@ class Tap:
             self._complete.task_done()
         self._complete.task_done()
 
-    def _write_one(self, sink: SampleSink, complete: Complete, rows: HostRows) -> None:
+    def _write_one(self, sink: SampleSink, complete: Complete, slot: Slot) -> None:
         try:
             if self.error is None and self._samples.pop(complete.number, None) is not None:
                 sink.add(
@@ -289,8 +290,7 @@ class Tap:
                 with self._lock:
                     self._events.done.append(complete.number)
         finally:
-            if complete.shared:
-                rows.slot.release()
+            slot.release()
 
     # --- what went wrong ---
 
