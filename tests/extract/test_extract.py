@@ -19,7 +19,7 @@ from paceline.errors import (
 )
 from paceline.extract.probe import relative_error
 from paceline.extract.transformers_engine import TransformersEngine, length_buckets
-from paceline.store import Store
+from paceline.store import Store, published_ids
 from paceline.target.model import final_norm_of, load_model
 from paceline.target.spec import Target, TargetReference
 
@@ -31,6 +31,7 @@ from ..targets import save_target
 # `paceline.extract.run` is the stage's function; this is the module that holds it.
 extract_run = importlib.import_module("paceline.extract.run")
 extract_probe = importlib.import_module("paceline.extract.probe")
+extract_start = importlib.import_module("paceline.extract.start")
 
 
 def worst_errors(store: Store, model, num_layers: int) -> dict[int, torch.Tensor]:
@@ -157,6 +158,12 @@ def test_a_store_that_cannot_fit_is_refused_before_the_start(tmp_path):
         assert result["accounting"]["done"] == 200
 
 
+def with_engine(patch: pytest.MonkeyPatch, kind: type) -> None:
+    """Let `extract` run this engine."""
+    make = lambda options, target, dtype, _: kind(options, target, dtype)
+    patch.setattr(extract_run, "open_engine", make)
+
+
 class _Wrong(TransformersEngine):
     """A real engine with one fault of the kind that trains happily."""
 
@@ -199,10 +206,7 @@ class _Wrong(TransformersEngine):
 )
 def test_the_probe_stops_an_engine_that_is_wrong(tmp_path, monkeypatch, fault, message):
     data = str(prepared(tmp_path, num_rows=8))
-    wrong = type("Wrong", (_Wrong,), {"fault": fault})
-    monkeypatch.setattr(
-        extract_run, "open_engine", lambda options, target, dtype, _: wrong(options, target, dtype)
-    )
+    with_engine(monkeypatch, type("Wrong", (_Wrong,), {"fault": fault}))
     with pytest.raises(ProbeFailure, match=message):
         paceline.extract(
             data=data, out=str(tmp_path / "store"), layers=TINY_LAYERS, dtype="float32"
@@ -227,10 +231,7 @@ def test_a_target_that_does_not_fit_is_compared_with_its_first_layers(tmp_path, 
 
 def test_a_wrong_engine_is_caught_by_the_first_layers_alone(tmp_path, monkeypatch):
     data = str(prepared(tmp_path, num_rows=8))
-    wrong = type("Wrong", (_Wrong,), {"fault": "other rope theta"})
-    monkeypatch.setattr(
-        extract_run, "open_engine", lambda options, target, dtype, _: wrong(options, target, dtype)
-    )
+    with_engine(monkeypatch, type("Wrong", (_Wrong,), {"fault": "other rope theta"}))
     with pytest.raises(ProbeFailure, match="layer k = 2 differs"):
         paceline.extract(
             data=data,
@@ -254,9 +255,9 @@ def test_bad_samples_are_quarantined_and_too_many_stop_the_run(tmp_path, monkeyp
                 last = torch.ones(samples[0].num_supervised, width)
                 sink.add(samples[0], aux, last)
 
-    real_probe = extract_run.run_probe
+    real_probe = extract_start.run_probe
     monkeypatch.setattr(
-        extract_run,
+        extract_start,
         "run_probe",
         lambda engine, *a, **k: real_probe(TransformersEngine(*engine.made_of), *a, **k),
     )
@@ -312,26 +313,54 @@ def test_a_damaged_shard_is_made_again_as_its_error_says(tmp_path):
     assert after.result["accounting"] == before.result["accounting"]
 
 
+def stopping(num_captures: int) -> type:
+    """An engine whose run is stopped after so many captures: the probe's, held-out, training."""
+
+    class Stopping(TransformersEngine):
+        left = num_captures
+
+        def capture(self, *args):
+            if Stopping.left == 0:
+                raise KeyboardInterrupt
+            Stopping.left -= 1
+            super().capture(*args)
+
+    return Stopping
+
+
+def test_a_run_that_goes_on_with_another_engine_probes_it_first(tmp_path, monkeypatch):
+    data = str(prepared(tmp_path, num_rows=20))
+    out = tmp_path / "store"
+    common = {"data": data, "out": str(out), "layers": TINY_LAYERS, "dtype": "float32"}
+    with monkeypatch.context() as patch:
+        with_engine(patch, stopping(2))
+        with pytest.raises(KeyboardInterrupt):
+            paceline.extract(**common)
+    before = published_ids(out)
+    assert 0 < len(before) < 20
+    # The constructor's arguments make it another target; it stays true to itself.
+    with monkeypatch.context() as patch:
+        with_engine(patch, type("Wrong", (_Wrong,), {"fault": "other rope theta"}))
+        says = r"layer k = 1 differs .*engine_options.hf_overrides: was None, now {'rope_theta'"
+        with pytest.raises(ProbeFailure, match=says):
+            paceline.extract(**common, engine_options={"hf_overrides": {"rope_theta": 1}})
+    assert published_ids(out) == before
+    # One that is right is let go on, and is written down with what its own probe saw.
+    result = paceline.extract(**common, engine_options={"seed": 1})
+    assert result["accounting"]["done"] == 20
+    [later] = result["later_engines"]
+    assert later["engine_options"] == {"seed": 1}
+    assert later["probe"]["errors"].keys() == result["probe"]["errors"].keys()
+    model = load_model(Target(TargetReference(str(tmp_path / "target"))), torch.float32, "cpu")
+    assert all(float(e.max()) < 5e-4 for e in worst_errors(Store(out), model, 8).values())
+
+
 def test_an_interrupted_run_goes_on_in_the_dtype_it_began_in(tmp_path, monkeypatch):
     data = str(prepared(tmp_path, num_rows=20))
     out = tmp_path / "store"
-
-    class Failing(TransformersEngine):
-        calls = 0
-
-        def capture(self, samples, plan, destination, on_tokens):
-            Failing.calls += 1
-            if Failing.calls == 2:
-                raise KeyboardInterrupt
-            super().capture(samples, plan, destination, on_tokens)
-
     common = {"data": data, "out": str(out), "layers": TINY_LAYERS}
     with monkeypatch.context() as patch:
-        patch.setattr(
-            extract_run,
-            "open_engine",
-            lambda options, target, dtype, _: Failing(options, target, dtype),
-        )
+        with_engine(patch, stopping(1))
         patch.setattr(extract_run, "choose_dtype", lambda *_: torch.bfloat16)
         with pytest.raises(KeyboardInterrupt):
             paceline.extract(**common)

@@ -25,9 +25,15 @@ def show(result: dict[str, Any], console: Console) -> None:
         ("stored as", f"{store['dtype']}, codec {store['codec']}"),
     ]
     if engine:
-        pairs.append(("engine", f"{engine['name']} {engine['version']}, {engine['dtype']}"))
+        pairs.append(("engine", _named(engine)))
+    for later in result.get("later_engines", []):
+        pairs.append(("then, probed too", _named(later["engine"])))
     console.print(facts("Hidden states", pairs))
     show_probe(result.get("probe"), console)
+
+
+def _named(engine: dict[str, Any]) -> str:
+    return f"{engine['name']} {engine['version']}, {engine['dtype']}"
 
 
 def show_probe(probe: dict[str, Any] | None, console: Console) -> None:

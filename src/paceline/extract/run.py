@@ -1,17 +1,16 @@
 """The `extract` stage: plan, probe, capture, account for every sample, commit."""
 
-import json
 import logging
 import shutil
 import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from paceline import fingerprint
-from paceline.artefact import StageFolder, describe_input, write_json
+from paceline.artefact import StageFolder, describe_input
 from paceline.contracts import Accounting, LayerPlan, TokenSample
 from paceline.dataset import TokenDataset
 from paceline.device import choose_device, choose_dtype, dtype_name
@@ -19,8 +18,8 @@ from paceline.errors import DiskFullError, EngineError, UsageError
 from paceline.extract.engine import Engine, open_engine
 from paceline.extract.guards import Guards, unusable
 from paceline.extract.order import capture_order, kept_bytes, planned, shard_bytes_of
-from paceline.extract.probe import choose_prompts, choose_reference_layers, run_probe
 from paceline.extract.sink import FLAGS_PATTERN, QUARANTINE_PATTERN, Destination, read_lines
+from paceline.extract.start import START_FILE, ensure_probed, read_start
 from paceline.progress import progress_bar
 from paceline.recipe import ExtractOptions
 from paceline.store import StoreSpec, content_fingerprint, published_ids, stream_writer
@@ -33,9 +32,6 @@ from paceline.target.spec import Target, open_target
 
 logger = logging.getLogger(__name__)
 
-# Resolved choices and the probe's result, kept from the first start on: a resumed run must go on
-# in the dtype it began in, whatever a new timing would choose.
-START_FILE = "start.json"
 # Room left on the disk besides the store itself.
 _SPARE_BYTES = 64 << 20
 
@@ -82,9 +78,8 @@ def _extract(
     target: Target,
     plan: LayerPlan,
 ) -> dict[str, Any]:
-    start = _read_start(stage.path)
     native = target.native_dtype()
-    dtype = start.get("dtype") or dtype_name(
+    dtype = read_start(stage.path).get("dtype") or dtype_name(
         choose_dtype(options.dtype, choose_device(options.device), native)
     )
     spec = StoreSpec(
@@ -114,8 +109,8 @@ def _extract(
                 opened = time.perf_counter()
                 engine = open_engine(options, target, dtype, Path(scratch))
                 try:
-                    start = start or _start(options, stage.path, engine, target, spec, samples)
-                    ranges = tuple(map(tuple, start["probe"]["rms_ranges"]))
+                    probe = ensure_probed(options, stage.path, engine, target, spec, samples)
+                    ranges = tuple(map(tuple, probe["rms_ranges"]))
                     guards = Guards(plan, target.hidden_size, ranges)
                     captured = time.perf_counter()
                     destination = Destination(stage.path, spec, guards, done)
@@ -127,7 +122,8 @@ def _extract(
                     }
                 finally:
                     engine.close()
-        return _finish(options, stage, accounting, {**announced, **start, "timing": timing})
+        told = {**announced, **read_start(stage.path), "timing": timing}
+        return _finish(options, stage, accounting, told)
 
 
 def _usable_samples(data: TokenDataset, target: Target) -> tuple[list[TokenSample], Accounting]:
@@ -157,37 +153,6 @@ def _check_disk(
             f"more (codec {spec.codec}), the disk has {free / 1e9:.2f} GB free. Nothing was "
             "started: make room, choose another folder or a smaller codec."
         )
-
-
-def _start(
-    options: ExtractOptions,
-    folder: Path,
-    engine: Engine,
-    target: Target,
-    spec: StoreSpec,
-    samples: list[TokenSample],
-) -> dict[str, Any]:
-    reference_layers = 0
-    if not options.waive_reference:
-        reference_layers = choose_reference_layers(target, spec.dtype, options.reference_layers)
-    with tempfile.TemporaryDirectory(prefix="paceline-probe-") as scratch:
-        # The probe judges the engine, so a lossy codec must not stand between.
-        probe = run_probe(
-            engine,
-            target,
-            replace(spec, codec="raw"),
-            choose_prompts(samples, options.probe_samples),
-            Path(scratch),
-            reference_layers,
-        )
-    start = {"dtype": spec.dtype, "engine": asdict(engine.info), "probe": probe.as_dict()}
-    write_json(folder / START_FILE, start)
-    return start
-
-
-def _read_start(folder: Path) -> dict[str, Any]:
-    path = folder / START_FILE
-    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def _capture(

@@ -108,6 +108,7 @@ def _origin(store: Store) -> dict[str, Any]:
         "versions": manifest.versions,
         "engine": manifest.result.get("engine"),
         "probe": manifest.result.get("probe"),
+        "later_engines": manifest.result.get("later_engines", []),
     }
 
 
