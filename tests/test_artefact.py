@@ -27,6 +27,7 @@ from paceline.errors import (
     LockedError,
     PacelineError,
     StoreCorruption,
+    StoreError,
     UsageError,
 )
 
@@ -199,6 +200,16 @@ def test_one_run_at_a_time_owns_a_folder(tmp_path):
     with open_stage(tmp_path / "a", "align", {}, {}) as stage:
         assert stage.resumed
         assert (tmp_path / "a" / LOCK_NAME).read_text() == str(os.getpid())
+
+
+def test_a_file_system_without_locks_is_no_other_run(tmp_path, monkeypatch):
+    def refuse(_file, _how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(artefact.fcntl, "flock", refuse)
+    with pytest.raises(StoreError, match=r"a/\.lock cannot be locked \(No locks available\)"):
+        _work(tmp_path / "a")
+    assert not (tmp_path / "a" / MANIFEST_NAME).exists()
 
 
 def test_a_failed_write_leaves_the_old_file_whole(tmp_path, monkeypatch):

@@ -235,7 +235,8 @@ def open_stage(
     """Own an artefact folder for the time of the `with` block.
 
     A folder of the same work is resumed (or is `done`); one of other work is refused with the
-    differences named, unless `overwrite`. Raises LockedError while another process owns it.
+    differences named, unless `overwrite`. Raises LockedError while another process owns it,
+    StoreError where its file system has no locks.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -325,9 +326,14 @@ def _lock(folder: Path) -> Iterator[None]:
     with (folder / LOCK_NAME).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise LockedError(
                 f"{folder} is in use by another run (pid {_owner(file)}): wait for it or stop it"
+            ) from error
+        except OSError as error:
+            raise StoreError(
+                f"{file.name} cannot be locked ({error.strerror}), and without a lock two runs "
+                "could write here at once: choose a folder on a file system that has locks"
             ) from error
         file.truncate(0)
         file.write(str(os.getpid()))
