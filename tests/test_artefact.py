@@ -1,8 +1,10 @@
 """The life of an artefact folder: made, resumed, finished, refused, owned."""
 
 import errno
+import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -16,7 +18,9 @@ from paceline.artefact import (
     differences,
     load_finished,
     load_manifest,
+    mend_folders,
     open_stage,
+    replaced_folder,
     write_atomically,
     write_json,
 )
@@ -30,6 +34,7 @@ from paceline.errors import (
     StoreError,
     UsageError,
 )
+from tests.store.children import in_child, wait, with_fuse
 
 INPUTS = {"data": {"path": "/a", "fingerprint": "f1"}}
 OPTIONS = {"size": 3, "group": {"deep": [1, 2]}}
@@ -223,6 +228,66 @@ def test_a_failed_write_leaves_the_old_file_whole(tmp_path, monkeypatch):
     with pytest.raises(DiskFullError, match="x.json: no space left"):
         write_atomically(path, b"new")
     assert json.loads(path.read_text()) == {"old": 1}
+
+
+def _files(folder):
+    """What stands in a folder, the lock apart: {path: text}."""
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.name != LOCK_NAME)
+    return {str(path.relative_to(folder)): path.read_text() for path in paths}
+
+
+def _killed_at_each_call(prepare, work, after=False):
+    """Do work(folder) in a child that is killed at its n-th call to the file system, for every n
+    until one comes to its end. Yields what each kill left, a folder that prepare(n) made."""
+    for number in itertools.count():
+        folder = prepare(number)
+        status = wait(*in_child(with_fuse(lambda folder=folder: work(folder), number, after)))
+        if status == 0:
+            return
+        assert status == -signal.SIGKILL
+        yield folder
+
+
+def _replace(folder, text):
+    with replaced_folder(folder) as aside:
+        (aside / "one.txt").write_text(text)
+        (aside / "two.txt").write_text(text)
+
+
+def test_a_folder_is_replaced_as_a_whole(tmp_path):
+    for text in ("old", "new"):
+        _replace(tmp_path / "deep" / "a", text)
+        assert _files(tmp_path) == {"deep/a/one.txt": text, "deep/a/two.txt": text}
+
+
+def test_an_error_leaves_the_old_folder_and_nothing_else(tmp_path):
+    """What a full disk could not take must not keep the room that the user is told to make."""
+    _replace(tmp_path / "a", "old")
+    for name in ("a", "b"):
+        with pytest.raises(OSError, match="No space"), replaced_folder(tmp_path / name) as aside:
+            (aside / "one.txt").write_text("half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert _files(tmp_path / "a") == {"one.txt": "old", "two.txt": "old"}
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_kill_leaves_the_old_folder_or_the_new_one(tmp_path, after):
+    def prepare(number):
+        folder = tmp_path / str(number) / "a"
+        _replace(folder, "old")
+        return folder
+
+    seen = []
+    for folder in _killed_at_each_call(prepare, lambda folder: _replace(folder, "new"), after):
+        mend_folders(folder.parent)
+        assert [path.name for path in folder.parent.iterdir()] == ["a"]
+        texts = _files(folder)
+        assert texts in ({"one.txt": t, "two.txt": t} for t in ("old", "new"))
+        seen.append(texts["one.txt"])
+        _replace(folder, "newer")
+        assert _files(folder)["two.txt"] == "newer"
+    assert seen == sorted(seen, reverse=True) and {*seen} == {"old", "new"}
 
 
 def test_differences_go_down_to_the_leaf():

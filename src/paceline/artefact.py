@@ -9,6 +9,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ from paceline.errors import (
 
 RUNNING = "running"
 COMPLETE = "complete"
+# `_aside` and `_before` of a folder that was to be replaced.
+_LEFT_BY_A_KILL = re.compile(r"\.(.+?)(-before)?\.tmp")
 
 
 @dataclass(frozen=True)
@@ -102,15 +105,47 @@ def disk_errors(path: Path) -> Iterator[None]:
 @contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
     """A folder to fill, which takes the place of `folder` at the end, whole; missing parents are
-    made. After an error what was there before stays. What is in it is the caller's to fsync."""
-    aside = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
+    made. After an error what was there before stays, and what was written goes, so that a full disk
+    has its room back; after a kill `mend_folder` does the same. What is in it is the caller's to
+    fsync."""
+    mend_folder(folder)
+    aside, before = _aside(folder), _before(folder)
     aside.mkdir(parents=True)
-    yield aside
+    try:
+        yield aside
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
     if folder.exists():
-        shutil.rmtree(folder)
+        os.replace(folder, before)
     os.replace(aside, folder)
     fsync_folder(folder.parent)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def mend_folder(folder: Path) -> None:
+    """Clear up what a killed `replaced_folder` left beside a folder: the one before comes back
+    unless the new one had taken its place. Nobody may be filling it meanwhile."""
+    before = _before(folder)
+    if before.exists() and not folder.exists():
+        os.replace(before, folder)
+    for left in (before, _aside(folder)):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def mend_folders(parent: Path) -> None:
+    """`mend_folder` for all folders in `parent`, those too that only a kill's leavings tell of."""
+    names = (_LEFT_BY_A_KILL.fullmatch(path.name) for path in parent.glob(".*.tmp"))
+    for name in {found[1] for found in names if found}:
+        mend_folder(parent / name)
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.tmp")
+
+
+def _before(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}-before.tmp")
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,8 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(tiny_run, small_di
             batch_rows=64,
             checkpoint_every=5,
         )
-    (kept,) = (out / "checkpoints").glob("[0-9]*")
+    # Nor does the one that did not fit keep the room that is wanted.
+    (kept,) = (out / "checkpoints").iterdir()
     assert json.loads((kept / "state.json").read_text()) == {"next_step": 5}
     assert load_manifest(out).status == "running"
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 _CALLS = ("open", "pwrite", "fsync", "rename", "replace", "unlink", "close", "makedirs")
+_CALLS += ("mkdir", "rmdir")
 
 
 def in_child(work: Callable[[int], None]) -> tuple[int, int]:

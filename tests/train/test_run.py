@@ -70,6 +70,17 @@ def test_T04_a_checkpoint_that_lacks_state_is_an_error(line, monkeypatch, tmp_pa
         trained(line, str(tmp_path / "run"))
 
 
+def test_a_checkpoint_that_was_being_replaced_is_found_again(line, monkeypatch, tmp_path, caplog):
+    caplog.set_level("INFO")
+    train_until(monkeypatch, line, str(tmp_path / "run"), 5)
+    newest = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
+    # A kill between two renames.
+    newest.rename(newest.with_name(f".{newest.name}-before.tmp"))
+    caplog.clear()
+    trained(line, str(tmp_path / "run"))
+    assert f"(from step {int(newest.name)})" in caplog.text
+
+
 def test_accumulation_does_not_change_the_steps(line, tmp_path):
     curves = []
     for name, tokens in (("one", 100_000), ("many", 40)):

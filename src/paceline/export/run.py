@@ -1,8 +1,6 @@
 """The `export` stage: a draft in the forms that servers load, each proved before it is done."""
 
 import logging
-import os
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,9 @@ from paceline import fingerprint
 from paceline.artefact import (
     Manifest,
     describe_input,
-    fsync_folder,
     load_finished,
     open_stage,
+    replaced_folder,
     write_atomically,
 )
 from paceline.device import dtype_name
@@ -94,9 +92,9 @@ def _keep(job: _Job) -> dict[str, Any]:
 
 def _export(job: _Job, form: str, carried: Carried) -> dict[str, Any]:
     """One form: written aside, verified there, then given its name."""
-    aside, final = job.folder / f".{form}.tmp", job.folder / form
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
+    # An unfinished run may have left this form already.
+    final = job.folder / form
+    with replaced_folder(final) as aside:
         serving = Serving(
             dtype=dtype_name(job.dtype),
             copies_embedding=job.options.copy_embedding,
@@ -114,12 +112,6 @@ def _export(job: _Job, form: str, carried: Carried) -> dict[str, Any]:
             "command": _command(job, final, form),
         }
         write_atomically(aside / CARD_FILE, _card(job, form, entry).encode())
-        # An unfinished run may have left this form already.
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(aside, final)
-        fsync_folder(job.folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     logger.info(
         "export: %s, for %s %s or newer; serve it with\n%s",
         final,

@@ -5,8 +5,6 @@ trained further like any other, also while the run goes on.
 """
 
 import logging
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from paceline import fingerprint
-from paceline.artefact import StageFolder, fsync_folder, load_finished
+from paceline.artefact import StageFolder, load_finished, mend_folder, replaced_folder
 from paceline.contracts import MANIFEST_NAME
 from paceline.draft.checkpoint import WEIGHTS_FILE, write_draft
 from paceline.runlog import acceptance_of
@@ -42,7 +40,7 @@ class BestDraft:
 
     def result(self) -> dict[str, Any] | None:
         """What the manifest of the best draft says; None where none is kept."""
-        self._mend()
+        mend_folder(self.folder)
         if not (self.folder / MANIFEST_NAME).is_file():
             return None
         return load_finished(self.folder, "train").result
@@ -78,31 +76,14 @@ class BestDraft:
         heldout: dict[str, Any],
         tensors: dict[str, torch.Tensor],
     ) -> None:
-        aside = self.folder.with_name(f".{FOLDER}.tmp")
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        write_draft(aside, trainer.draft.config, tensors)
         result = {**self.about, "steps": steps, "heldout": heldout}
-        content = fingerprint.of_file(aside / WEIGHTS_FILE)
-        StageFolder(aside, self.stage.manifest, resumed=False).finish(result, content)
-        if self.folder.exists():
-            os.replace(self.folder, self._before)
-        os.replace(aside, self.folder)
-        fsync_folder(self.run_folder)
-        shutil.rmtree(self._before, ignore_errors=True)
+        with replaced_folder(self.folder) as aside:
+            write_draft(aside, trainer.draft.config, tensors)
+            content = fingerprint.of_file(aside / WEIGHTS_FILE)
+            StageFolder(aside, self.stage.manifest, resumed=False).finish(result, content)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return load_file(self.folder / WEIGHTS_FILE)
-
-    @property
-    def _before(self) -> Path:
-        return self.folder.with_name(f".{FOLDER}-before.tmp")
-
-    def _mend(self) -> None:
-        """A kill between two renames leaves the one before alone."""
-        if not self.folder.exists() and self._before.exists():
-            os.replace(self._before, self.folder)
-        shutil.rmtree(self._before, ignore_errors=True)
 
 
 def _way(heldout: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from paceline.artefact import replaced_folder, write_json
+from paceline.artefact import mend_folders, replaced_folder, write_json
 from paceline.errors import DiskFullError, TrainingError
 from paceline.train.optimiser import MasterAdamW
 from paceline.train.parallel import whole
@@ -79,4 +79,5 @@ def load_checkpoint(run_folder: Path, optimiser: MasterAdamW, ranks: Ranks) -> i
 
 
 def _finished(run_folder: Path) -> list[Path]:
+    mend_folders(run_folder / FOLDER)
     return sorted((run_folder / FOLDER).glob("[0-9]*"))
