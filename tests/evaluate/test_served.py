@@ -62,6 +62,19 @@ class Scripted:
         self.closed = True
 
 
+class Late(Scripted):
+    """Counts only while somebody waits for it, as a server that counts after it has answered."""
+
+    def __init__(self):
+        super().__init__()
+        self.counted = self.total
+
+    def counters(self, generated=0):
+        if generated > self.counted.generated:
+            self.counted = super().counters(generated)
+        return self.counted
+
+
 def questions():
     chats = [
         Chat("a/0", "a/0", "a", [[10]], ["x", "y"]),
@@ -93,6 +106,11 @@ def test_one_at_a_time_counts_are_of_conversations():
     # The warm-up came first and is in no figure.
     assert plain.asked == drafting.asked == [(1, 1)] * 6
     assert plain.closed and drafting.closed
+
+
+def test_a_server_that_counts_late_is_waited_for():
+    late, prompt = (measured(None, {K: kind}).result["results"] for kind in (Late, Scripted))
+    assert late == prompt
 
 
 def test_several_at_a_time_are_counted_by_source_without_intervals():
