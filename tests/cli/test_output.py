@@ -89,12 +89,41 @@ def test_wrong_values_of_options_are_all_told_without_loading_torch():
         assert f"  {name}" in message
 
 
-def test_an_unexpected_error_is_short_and_debug_shows_where():
+def test_brackets_in_the_data_s_own_names_are_printed_as_they_are(tiny_run, tmp_path):
+    names = ("chats[en]", "lmsys[/zh]", "a :warning: [bold]x")
+    rows = [
+        {"input_ids": [5, number, 7], "loss_mask": [0, 0, 1], "source": name}
+        for number, name in enumerate(names, start=10)
+    ]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = program(
+        *("prepare", "--target", tiny_run.parent / "target", "--data", data),
+        *("--out", tmp_path / "prepared[/1]"),
+    )
+    assert done.returncode == 0, done.stderr
+    for name in names:
+        assert f"source {name} " in done.stdout
+    done = program("inspect", tmp_path / "prepared[/1]")
+    assert done.returncode == 0, done.stderr
+    assert "prepared[/1]" in done.stdout
+
+
+_BROKEN_WORK = "def fail(self, values): raise ZeroDivisionError('on purpose')\nCommand.run = fail\n"
+_BROKEN_SHOW = (
+    "def fail(result, console): raise ZeroDivisionError('on purpose')\n"
+    "Command.run = lambda self, values: {}\n"
+    "program.COMMANDS = [replace(c, show=fail) for c in program.COMMANDS]\n"
+)
+
+
+@pytest.mark.parametrize("broken", [_BROKEN_WORK, _BROKEN_SHOW], ids=["work", "show"])
+def test_an_unexpected_error_is_short_and_debug_shows_where(broken):
     code = (
-        "import paceline.cli.command as command, paceline.cli.main as program\n"
-        "def fail(self, values): raise ZeroDivisionError('on purpose')\n"
-        "command.Command.run = fail\n"
-        "program.main()\n"
+        "from dataclasses import replace\n"
+        "import paceline.cli.main as program\n"
+        "from paceline.cli.command import Command\n"
+        f"{broken}program.main()\n"
     )
     plain, debug = (
         subprocess.run(

@@ -26,7 +26,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         pairs.insert(-2, ("GPU", "none"))
     console.print(facts("This machine", pairs))
     for note in result["notes"]:
-        console.print(note, style="yellow", soft_wrap=True, markup=False)
+        console.print(note, style="yellow", soft_wrap=True)
     if not result["problems"]:
         console.print("nothing keeps paceline from working here")
 

@@ -17,11 +17,11 @@ def show(result: dict[str, Any], console: Console) -> None:
         rows.append([form, f"{entry['server']} >= {entry['lowest_version']}", entry["dtype"], seen])
     console.print(table("", ["form", "server", "dtype", "replay error"], rows))
     for form, entry in result["forms"].items():
-        console.print(f"{form}: {entry['folder']}", style="bold", soft_wrap=True, markup=False)
-        console.print(entry["command"], soft_wrap=True, markup=False)
+        console.print(f"{form}: {entry['folder']}", style="bold", soft_wrap=True)
+        console.print(entry["command"], soft_wrap=True)
     if kept := result["compact"]:
         text = f"compact: {kept['folder']}, {kept['bytes'] / 1e6:.2f} MB"
-        console.print(text, style="bold", soft_wrap=True, markup=False)
+        console.print(text, style="bold", soft_wrap=True)
 
 
 COMMAND = Command("export", ExportOptions, "paceline.export", show)

@@ -80,14 +80,14 @@ def show_sample(sample: dict[str, Any], console: Console) -> None:
         about.append(f"split {sample['split']}")
     if "num_tokens" in sample:
         about.append(f"{sample['num_supervised']:,} of {sample['num_tokens']:,} tokens supervised")
-    console.print("\n" + ", ".join(about), style="bold", highlight=False, markup=False)
+    console.print("\n" + ", ".join(about), style="bold")
     text = Text()
     for piece in sample["pieces"]:
         before, after = ("", "") if console.is_terminal else _MARKS[piece["kind"]]
         text.append(f"{before}{piece['text']}{after}", style=_STYLES[piece["kind"]])
     console.print(text, soft_wrap=True)
     if sample["note"]:
-        console.print(sample["note"], style="yellow", markup=False)
+        console.print(sample["note"], style="yellow")
 
 
 def _show_curve(curve: list[dict[str, Any]], console: Console) -> None:
@@ -103,9 +103,9 @@ def _show_vocabulary(vocabulary: dict[str, Any], console: Console) -> None:
         f"{token['id']}" if token["text"] is None else f"{token['id']} {token['text']!r}"
         for token in vocabulary["lowest"]
     ]
-    console.print("lowest ids: " + ", ".join(words), markup=False)
+    console.print("lowest ids: " + ", ".join(words))
     if vocabulary["note"]:
-        console.print(vocabulary["note"], style="yellow", markup=False)
+        console.print(vocabulary["note"], style="yellow")
 
 
 COMMAND = Command("inspect", InspectOptions, "paceline.inspect", show)

@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -89,15 +90,10 @@ def _main(arguments: list[str]) -> int:
     quiet_libraries()
     set_up_logging()
     with Output(request.as_json) as output, _terminated_by_exception():
-        result, code = _execute(request)
-        try:
-            if not request.command.on_ranks or is_first_rank():
-                if "error" not in result and not request.as_json:
-                    request.command.show(result, output.console)
-                output.finish(result)
-        except BrokenPipeError:
-            # The reader, such as `head`, has seen enough; Python must not complain when it ends.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        result, code = _guarded(request, partial(_execute, request))
+        if not request.command.on_ranks or is_first_rank():
+            _, failed = _guarded(request, partial(_tell, request, result, output))
+            code = failed or code
     return code
 
 
@@ -140,13 +136,32 @@ def _program(
 
 
 def _execute(request: Request) -> tuple[dict[str, Any], int]:
-    """Do the work: its result, or a failure that says what to do; and the exit code."""
+    """Do the work: its result and the exit code."""
+    result = request.run()
+    problems = request.command.problems(result)
+    for problem in problems:
+        logger.error("%s", problem)
+    return result, 1 if problems else 0
+
+
+def _tell(request: Request, result: dict[str, Any], output: Output) -> tuple[dict[str, Any], int]:
+    """Print a result, or write it as JSON."""
     try:
-        result = request.run()
-        problems = request.command.problems(result)
-        for problem in problems:
-            logger.error("%s", problem)
-        return result, 1 if problems else 0
+        if "error" not in result and not request.as_json:
+            request.command.show(result, output.console)
+        output.finish(result)
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough; Python must not complain when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return result, 0
+
+
+def _guarded(
+    request: Request, step: Callable[[], tuple[dict[str, Any], int]]
+) -> tuple[dict[str, Any], int]:
+    """What a step gives, or a failure that says what to do, and its exit code."""
+    try:
+        return step()
     except PacelineError as error:
         return _failed(error, error.exit_code, request)
     except OSError as error:

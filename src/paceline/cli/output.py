@@ -11,7 +11,6 @@ from typing import Any, Self
 from rich import box
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.markup import escape
 from rich.table import Table
 
 # What rich takes where there is no terminal to ask; its own 80 columns cut tables.
@@ -25,7 +24,13 @@ def is_first_rank() -> bool:
     return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK") == "0"
 
 
-class _Console(Console):
+class PlainConsole(Console):
+    """Prints text as it is: names in people's data hold brackets and colons, which rich would read
+    as styles and emoji."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+
     def on_broken_pipe(self) -> None:
         """Rich would end the process; the program decides the exit code itself."""
         raise BrokenPipeError
@@ -42,7 +47,7 @@ class Output:
         self._as_json = as_json
         self._saved: int | None = None
         width = None if sys.stdout.isatty() else _WIDTH_WITHOUT_TERMINAL
-        self.console = _Console(width=width, highlight=False)
+        self.console = PlainConsole(width=width)
 
     def __enter__(self) -> Self:
         if self._as_json:
@@ -111,7 +116,7 @@ def facts(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
     made.add_column(style="dim", no_wrap=True)
     made.add_column(overflow="fold")
     for name, value in pairs:
-        made.add_row(name, escape(value))
+        made.add_row(name, value)
     return made
 
 
