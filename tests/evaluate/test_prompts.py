@@ -206,6 +206,11 @@ def test_decoding_is_told_for_each_set_and_pooled(target, draft, tmp_path):
         measure()
 
 
+def test_mode_chain_asks_no_prompts_and_says_so():
+    with pytest.raises(ValueError, match="prompts: modes decode and served ask them"):
+        EvaluateOptions(prompts=["questions.jsonl"], store="store")
+
+
 def test_mode_served_without_vllm_says_what_to_install(target, draft, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     file = write_set(tmp_path / "s.jsonl", {"turns": ["hello"]})

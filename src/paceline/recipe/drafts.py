@@ -216,8 +216,8 @@ class EvaluateOptions(StageOptions, TargetOptions, CacheOptions):
     )
     prompts: list[str] = opt(
         [],
-        "Prompt sets in place of `data`: .jsonl files of `turns` (or `prompt`), a set per file, as "
-        "MT-Bench's question.jsonl.",
+        "Prompt sets in place of `data` (modes decode, served): .jsonl files of `turns` (or "
+        "`prompt`), a set per file, as MT-Bench's question.jsonl.",
         identity=False,
     )
     mode: Literal["chain", "decode", "served"] = opt(
@@ -282,6 +282,11 @@ class EvaluateOptions(StageOptions, TargetOptions, CacheOptions):
             raise ValueError("num_draft_tokens: give chain lengths of 1 or more")
         if not self.batch_sizes or min(self.batch_sizes) < 1:
             raise ValueError("batch_sizes: give numbers of 1 or more")
+        if self.prompts and self.mode == "chain":
+            raise ValueError(
+                "prompts: modes decode and served ask them; mode chain walks a store, which "
+                "`generate`, `prepare` and `extract` make of a prompt set (docs/evaluate.md)"
+            )
         if self.server and self.mode != "served":
             raise ValueError("server: only mode served asks one")
         if self.beside and (self.mode != "chain" or self.temperature):
