@@ -4,9 +4,9 @@ import pytest
 import yaml
 
 import paceline
-from paceline.artefact import load_finished
+from paceline.artefact import load_finished, open_stage
 from paceline.draft.config import DraftConfig
-from paceline.errors import FingerprintMismatch
+from paceline.errors import FingerprintMismatch, UsageError
 from paceline.export.card import model_card
 from paceline.target.spec import TargetReference
 from tests.export.making import trained_folder
@@ -78,3 +78,15 @@ def test_a_card_says_the_scaling_of_positions():
     card = model_card(TargetReference("pkg:a/b.gguf"), config, FORM, None, None)
     assert "rope_type yarn, rope_theta 1000000.0, factor 4.0" in card
     assert "base_model" not in head_of(card)
+
+
+def test_a_measurement_that_names_no_draft_is_not_put_on_a_card(tmp_path):
+    """`evaluate --server URL` without a draft."""
+    target = tiny_target(tmp_path / "target")
+    folder = trained_folder(tmp_path / "train", draft_for(target, config_for()), target)
+    with open_stage(tmp_path / "evaluate", "evaluate", {}, {}) as stage:
+        stage.finish({}, "content")
+    with pytest.raises(UsageError, match="was not told its draft"):
+        paceline.export(
+            draft=str(folder), out=str(tmp_path / "out"), evaluate=str(tmp_path / "evaluate")
+        )

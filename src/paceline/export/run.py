@@ -153,6 +153,11 @@ def _evaluated(options: ExportOptions, source: DraftSource) -> Manifest | None:
     if not options.evaluate:
         return None
     manifest = load_finished(options.evaluate, "evaluate")
+    if "draft" not in manifest.inputs:
+        raise UsageError(
+            f"{options.evaluate} measured a running server and was not told its draft: run it "
+            "again with `draft`, or leave `evaluate` out"
+        )
     measured = manifest.inputs["draft"]["fingerprint"]
     if measured != source.describe_input()["fingerprint"]:
         raise FingerprintMismatch(
