@@ -31,6 +31,7 @@ from ..targets import save_target
 # `paceline.extract.run` is the stage's function; this is the module that holds it.
 extract_run = importlib.import_module("paceline.extract.run")
 extract_probe = importlib.import_module("paceline.extract.probe")
+extract_quarantine = importlib.import_module("paceline.extract.quarantine")
 extract_start = importlib.import_module("paceline.extract.start")
 
 
@@ -275,6 +276,70 @@ def test_bad_samples_are_quarantined_and_too_many_stop_the_run(tmp_path, monkeyp
     assert result["accounting"]["done"] == 19
     assert result["accounting"]["quarantined"] == {"states of layer k = 1 are not finite": 1}
     assert len(Store(tmp_path / "lax")) == 19
+
+
+def test_an_engine_that_turns_bad_stops_the_run_and_one_that_is_mended_goes_on(
+    tmp_path, monkeypatch
+):
+    data = str(prepared(tmp_path, num_rows=30))
+    out = tmp_path / "store"
+
+    class TurnsBad(TransformersEngine):
+        is_probed = False
+
+        def capture(self, *args):
+            if TurnsBad.is_probed:
+                self._decoder.layers[3].register_forward_hook(lambda m, a, o: o / 0.0)
+            super().capture(*args)
+            TurnsBad.is_probed = True
+
+    common = {"data": data, "out": str(out), "layers": TINY_LAYERS, "dtype": "float32"}
+    common["max_batch_tokens"] = 64
+    with monkeypatch.context() as patch:
+        with_engine(patch, TurnsBad)
+        patch.setattr(extract_quarantine, "_LOOK_S", 0.0)
+        with pytest.raises(EngineError, match=r"of 30 samples are bad.*first: r\d+: states of"):
+            paceline.extract(**common)
+    # Bad from the first batch on, and the limit is below one sample of 30: that batch was the last.
+    lines = (out / "quarantine-0.jsonl").read_text().splitlines()
+    assert 0 < len(lines) <= 64 // 4
+    result = paceline.extract(**common)
+    assert result["accounting"] == {"in": 30, "done": 30, "quarantined": {}, "skipped": {}}
+    assert not list(out.glob("quarantine-*"))
+    model = load_model(Target(TargetReference(str(tmp_path / "target"))), torch.float32, "cpu")
+    assert all(float(e.max()) < 5e-4 for e in worst_errors(Store(out), model, 8).values())
+
+
+def rejecting(bad: dict[str, str], worker: int) -> type:
+    """An engine in which this worker rejects these samples, with reasons."""
+
+    class Rejecting(TransformersEngine):
+        def capture(self, samples, plan, destination, on_tokens):
+            samples = list(samples)
+            good = [s for s in samples if s.sample_id not in bad]
+            super().capture(good, plan, destination, on_tokens)
+            with destination.open(worker) as sink:
+                for sample in destination.missing(samples):
+                    if sample.sample_id in bad:
+                        sink.reject(sample, bad[sample.sample_id])
+
+    return Rejecting
+
+
+def test_what_was_bad_runs_again_and_the_last_run_s_word_counts(tmp_path, monkeypatch):
+    data = str(prepared(tmp_path, num_rows=20))
+    common = {"data": data, "out": str(tmp_path / "store"), "layers": TINY_LAYERS}
+    with_engine(monkeypatch, rejecting({"r3": "old", "r4": "old", "r5": "old"}, worker=1))
+    with pytest.raises(EngineError, match="3 of 20 samples are bad"):
+        paceline.extract(**common, max_quarantined_share=0.1)
+    assert len(published_ids(tmp_path / "store")) == 17
+    # A worker whose file stands before the other's.
+    with_engine(monkeypatch, rejecting({"r4": "new"}, worker=0))
+    result = paceline.extract(**common, max_quarantined_share=0.1)
+    assert result["accounting"] == {"in": 20, "done": 19, "quarantined": {"new": 1}, "skipped": {}}
+    assert list(result["side_files"]) == ["quarantine-0.jsonl", "start.json"]
+    ids = Store(tmp_path / "store").records.sample_ids()
+    assert sorted(ids) == sorted({f"r{i}" for i in range(20)} - {"r4"})
 
 
 def test_batches_stay_in_the_budget_and_lose_nothing():

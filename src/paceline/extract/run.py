@@ -18,6 +18,7 @@ from paceline.errors import DiskFullError, EngineError, UsageError
 from paceline.extract.engine import Engine, open_engine
 from paceline.extract.guards import Guards, unusable
 from paceline.extract.order import capture_order, kept_bytes, planned, shard_bytes_of
+from paceline.extract.quarantine import Quarantine
 from paceline.extract.sink import FLAGS_PATTERN, QUARANTINE_PATTERN, Destination, read_lines
 from paceline.extract.start import START_FILE, ensure_probed, read_start
 from paceline.progress import progress_bar
@@ -90,10 +91,8 @@ def _extract(
         shard_bytes=shard_bytes_of(options),
     )
     samples, accounting = _usable_samples(data, target)
-    published = published_ids(stage.path)
-    rejected = {e["sample_id"] for e in read_lines(stage.path, QUARANTINE_PATTERN)}
-    done = frozenset(published | rejected)
-    remaining = [s for s in samples if s.sample_id not in done]
+    published = frozenset(published_ids(stage.path))
+    remaining = [s for s in samples if s.sample_id not in published]
     _check_disk(stage.path, remaining, spec, options.stream_bytes)
     announced = {
         "target": asdict(target.reference),
@@ -102,6 +101,7 @@ def _extract(
         "chat_template_kwargs": data.manifest.result["chat_template_kwargs"],
     }
     stage.announce(announced)
+    quarantine = Quarantine(stage.path, accounting.num_in, options.max_quarantined_share)
     with stream_writer(stage.path, spec, options.stream_bytes, kept_bytes(spec, samples)):
         timing = None
         if remaining:
@@ -113,8 +113,8 @@ def _extract(
                     ranges = tuple(map(tuple, probe["rms_ranges"]))
                     guards = Guards(plan, target.hidden_size, ranges)
                     captured = time.perf_counter()
-                    destination = Destination(stage.path, spec, guards, done)
-                    tokens = _capture(engine, samples, destination, plan)
+                    destination = Destination(stage.path, spec, guards, published)
+                    tokens = _capture(engine, samples, destination, plan, quarantine)
                     timing = {
                         "start_s": captured - opened,
                         "capture_s": time.perf_counter() - captured,
@@ -123,7 +123,7 @@ def _extract(
                 finally:
                     engine.close()
         told = {**announced, **read_start(stage.path), "timing": timing}
-        return _finish(options, stage, accounting, told)
+        return _finish(stage, accounting, quarantine, told)
 
 
 def _usable_samples(data: TokenDataset, target: Target) -> tuple[list[TokenSample], Accounting]:
@@ -156,13 +156,23 @@ def _check_disk(
 
 
 def _capture(
-    engine: Engine, samples: list[TokenSample], destination: Destination, plan: LayerPlan
+    engine: Engine,
+    samples: list[TokenSample],
+    destination: Destination,
+    plan: LayerPlan,
+    quarantine: Quarantine,
 ) -> int:
     """Returns how many tokens ran."""
     total = sum(s.num_aux_rows + 1 for s in destination.missing(samples))
+    quarantine.forget()
     with progress_bar("extract", total, "tok") as bar:
+
+        def on_tokens(count: int) -> None:
+            bar.advance(count)
+            quarantine.look()
+
         for group in capture_order(samples):
-            engine.capture(group, plan, destination, bar.advance)
+            engine.capture(group, plan, destination, on_tokens)
     return total
 
 
@@ -175,13 +185,10 @@ def describe_side_files(folder: Path) -> dict[str, str]:
 
 
 def _finish(
-    options: ExtractOptions,
-    stage: StageFolder,
-    accounting: Accounting,
-    told: dict[str, Any],
+    stage: StageFolder, accounting: Accounting, quarantine: Quarantine, told: dict[str, Any]
 ) -> dict[str, Any]:
     stored = published_ids(stage.path)
-    bad = [e for e in read_lines(stage.path, QUARANTINE_PATTERN) if e["sample_id"] not in stored]
+    bad = [e for e in quarantine.entries() if e["sample_id"] not in stored]
     accounting.num_done = len(stored)
     accounting.quarantined = dict(Counter(e["reason"] for e in bad))
     if not accounting.balanced:
@@ -189,12 +196,7 @@ def _finish(
             f"{stage.path}: samples do not add up ({accounting.as_dict()}); run the same command "
             "again to capture what is missing"
         )
-    if len(bad) > options.max_quarantined_share * accounting.num_in:
-        raise EngineError(
-            f"{stage.path}: {len(bad)} of {accounting.num_in} samples are bad, more than "
-            f"max_quarantined_share {options.max_quarantined_share}; first: {bad[0]['sample_id']}: "
-            f"{bad[0]['reason']}"
-        )
+    quarantine.refuse(bad)
     result = {
         "accounting": accounting.as_dict(),
         "flagged": len(read_lines(stage.path, FLAGS_PATTERN)),

@@ -63,7 +63,7 @@ class Sink:
 class Destination:
     """A store in the making, as a value that can be sent to a worker process.
 
-    done: ids of the samples that earlier runs stored or rejected; `capture` need not run them.
+    done: ids of the samples that earlier runs stored; `capture` need not run them.
     """
 
     folder: Path
