@@ -197,6 +197,26 @@ def test_a_server_without_ids_gives_text(
     assert result["mask_methods"] == {"rendered_prefix": 4}
 
 
+def test_an_answer_told_by_words_that_was_cut_has_no_end(
+    tmp_path: Path, target: Path, serve: Callable[..., str]
+) -> None:
+    done = Generated(tmp_path, target, ROWS, **openai(serve("--no-ids")), max_new_tokens=4)
+    reasons = [row["finish_reason"] for row in done.rows]
+    assert set(reasons) == {"stop", "length"}
+    options = {"heldout_share": 0.0, "deduplicate": False}
+    result = paceline.prepare(
+        target=str(target), data=[str(done.folder)], out=str(tmp_path / "out"), **options
+    )
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    samples = list(TokenDataset(tmp_path / "out"))
+    for row, reason, sample in zip(done.rows, reasons, samples, strict=True):
+        end = "<|im_end|>" if reason == "stop" else ""
+        said = tokenizer.decode(sample.input_ids[sample.loss_mask].tolist())
+        assert said == row["messages"][-1]["content"] + end
+        assert sample.finished == row["finished"] == (reason == "stop")
+    assert result["unfinished"] == reasons.count("length")
+
+
 def test_past_the_end_needs_ids(tmp_path: Path, target: Path, serve: Callable[..., str]) -> None:
     with pytest.raises(EngineError, match="gives no token ids"):
         Generated(tmp_path, target, ROWS[:2], **openai(serve("--no-ids")), record_past_end=2)

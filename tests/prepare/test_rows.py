@@ -121,6 +121,8 @@ ODD: list[tuple[Any, str, str]] = [
     (IDS | {"prompt_ids": [True, False]}, "bad_ids", "not a list of whole numbers"),
     (IDS | {"prompt_ids": [1, [2]]}, "bad_ids", "not a list of whole numbers"),
     (IDS | {"finished": "yes"}, "bad_field", "finished is 'yes'"),
+    (IDS | {"finish_reason": ["stop"]}, "bad_field", r"finish_reason is \['stop'\]"),
+    (chat("q", "a") | {"finished": 1}, "bad_field", "finished is 1"),
     (IDS | {"id": ["x"]}, "bad_field", r"id is \['x'\]"),
     (IDS | {"source": 7}, "bad_field", "source is 7"),
     ({"input_ids": [1, 2]}, "missing_key", "no loss_mask"),
@@ -200,6 +202,77 @@ def test_turns_after_the_last_answer_are_dropped_and_counted(tmp_path: Path, tar
 def test_empty_answers_teach_their_end_alone(tmp_path: Path, target: Path) -> None:
     done = Prepared(tmp_path, target, [chat("u1", "", "u2", "a2")])
     assert done.decoded_spans() == ["<|im_end|>", "a2<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [
+        (toys.CHATML_PROMPT, [["a1<|im_end|>", "half"]]),
+        (toys.CHATML_GEN, [["a1<|im_end|>", "half"]]),
+        (toys.THINK_STRIP, [["a1<|im_end|>", "half"]]),
+    ],
+)
+@pytest.mark.parametrize("told", [{"finished": False}, {"finish_reason": "length"}])
+def test_a_cut_answer_told_by_words_has_no_end(
+    tmp_path: Path, template: str, wanted: list[list[str]], told: dict[str, Any]
+) -> None:
+    target = chatml_target(tmp_path / "t", template)
+    done = Prepared(tmp_path, target, [chat("u1", "a1", "u2", "half") | told])
+    assert [done.decoded_spans(i) for i in range(len(done.samples))] == wanted
+    assert [sample.finished for sample in done.samples] == [False]
+    assert done.result["unfinished"] == 1
+
+
+def test_the_cut_answer_of_a_split_conversation_is_its_last(tmp_path: Path) -> None:
+    target = chatml_target(tmp_path / "t", toys.THINK_STRIP)
+    row = chat("u1", "<think>r</think>a1", "u2", "half", finished=False)
+    done = Prepared(tmp_path, target, [row])
+    assert done.decoded_spans(0) == ["<think>r</think>a1<|im_end|>"]
+    assert done.decoded_spans(1) == ["half"]
+    assert [sample.finished for sample in done.samples] == [None, False]
+
+
+def test_a_cut_answer_without_words_teaches_nothing(tmp_path: Path, target: Path) -> None:
+    rows = [chat("u", "", finished=False), chat("u1", "a1", "u2", "", finished=False)]
+    done = Prepared(tmp_path, target, rows)
+    assert [entry["reason"] for entry in done.skipped] == ["empty_answer"]
+    assert done.decoded_spans() == ["a1<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("told", "finished"),
+    [
+        ({}, None),
+        ({"finish_reason": None}, None),
+        ({"finish_reason": "as nobody says"}, None),
+        ({"finish_reason": "stop"}, True),
+        ({"finish_reason": "eos"}, True),
+        ({"finish_reason": "tool_calls"}, True),
+        ({"finish_reason": "length"}, False),
+        ({"finish_reason": "max_tokens"}, False),
+        ({"finish_reason": "content_filter"}, False),
+        ({"finish_reason": "length", "finished": True}, True),
+        ({"finish_reason": "length", "finished": None}, False),
+    ],
+)
+def test_whether_an_answer_ended_by_itself(
+    tmp_path: Path, target: Path, told: dict[str, Any], finished: bool | None
+) -> None:
+    done = Prepared(tmp_path, target, [IDS | told, chat("q", "a") | told])
+    assert [sample.finished for sample in done.samples] == [finished, finished]
+    assert done.decoded_spans(1) == ["a" if finished is False else "a<|im_end|>"]
+
+
+def test_what_a_cut_leaves_says_whether_it_is_whole(tmp_path: Path, target: Path) -> None:
+    row = {"input_ids": list(range(1, 9)), "loss_mask": [0, 0, 1, 1, 0, 1, 1, 0], "finished": True}
+    found = {}
+    for length in (8, 7, 6, 5, 4):
+        done = Prepared(tmp_path, target, [row], max_length=length, overwrite=True)
+        found[length] = (done.samples[0].num_tokens, done.samples[0].finished)
+    assert found == {8: (8, True), 7: (7, True), 6: (4, None), 5: (5, None), 4: (4, None)}
+    broken = row | {"loss_mask": [0, 0, 1, 1, 1, 1, 1, 0]}
+    [sample] = Prepared(tmp_path, target, [broken], max_length=5, overwrite=True).samples
+    assert (sample.num_tokens, sample.finished) == (5, False)
 
 
 def test_columns_that_hold_json_text(tmp_path: Path, target: Path) -> None:

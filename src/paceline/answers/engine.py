@@ -20,6 +20,16 @@ _ENGINES = {
 
 # Why an answer ended: at an end-of-turn token, at the length limit, with calls of tools.
 STOP, LENGTH, TOOL_CALLS = "stop", "length", "tool_calls"
+# Older servers' and other makers' words for the same.
+_OTHER_WORDS = {
+    "eos": STOP,
+    "eos_token": STOP,
+    "end_turn": STOP,
+    "stop_sequence": STOP,
+    "max_tokens": LENGTH,
+    "function_call": TOOL_CALLS,
+}
+_WHOLE = {STOP: True, TOOL_CALLS: True, LENGTH: False, "content_filter": False, "abort": False}
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,16 @@ class AnswerEngine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def common_reason(finish_reason: str) -> str:
+    """The reason by its common word, where it has one."""
+    return _OTHER_WORDS.get(finish_reason, finish_reason)
+
+
+def is_whole(finish_reason: str | None) -> bool | None:
+    """Whether an answer that ended so ended by itself; None where the reason does not say."""
+    return None if finish_reason is None else _WHOLE.get(common_reason(finish_reason))
 
 
 def open_engine(options: GenerateOptions, target: Target) -> AnswerEngine:

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from paceline.answers.engine import LENGTH, STOP, Answer, Prompt, Sampling
+from paceline.answers.engine import STOP, Answer, Prompt, Sampling, common_reason
 from paceline.errors import EngineError, UsageError
 from paceline.recipe import GenerateOptions
 from paceline.target.spec import Target
@@ -197,7 +197,7 @@ class OpenAIAnswers:
         try:
             answer = response.json()
             choice = answer["choices"][0]
-            choice["finish_reason"] = _FINISH.get(choice["finish_reason"], choice["finish_reason"])
+            choice["finish_reason"] = common_reason(choice["finish_reason"])
         except (ValueError, LookupError, TypeError) as error:
             raise EngineError(
                 f"{response.url} does not answer as an OpenAI-compatible server does: "
@@ -234,9 +234,6 @@ class OpenAIAnswers:
 
 
 _MESSAGE_KEYS = ("role", "content", "reasoning_content", "reasoning", "tool_calls")
-
-# "eos" and "stop_sequence" are older servers' names.
-_FINISH = {"eos": STOP, "eos_token": STOP, "stop_sequence": STOP, "max_tokens": LENGTH}
 
 
 def _with_end(ids: list[int], choice: dict[str, Any], sampling: Sampling) -> list[int]:

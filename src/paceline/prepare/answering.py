@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from paceline.answers.engine import LENGTH, STOP, Answer, AnswerEngine, Prompt, Sampling
+from paceline.answers.engine import STOP, Answer, AnswerEngine, Prompt, Sampling, is_whole
 from paceline.dataset import source_of
 from paceline.errors import EngineError
 from paceline.prepare.conversation import ASSISTANT, Message, canonical_message
@@ -209,7 +209,7 @@ def _output_row(work: _Work) -> dict[str, Any]:
         "id": conversation.identity.id or conversation.content_hash[:16],
         "source": conversation.identity.source,
         "messages": work.messages[: work.num_told],
-        "finished": last != LENGTH,
+        "finished": is_whole(last),
         "finish_reason": last,
     }
     for name in ("conversation_id", "split"):

@@ -41,7 +41,8 @@ class Conversation:
     content_hash: of all that is rendered. prompt_hash: of what comes before the first answer,
     system messages left out; the held-out split of rows without a conversation_id goes by it, so
     that the same question with another answer, another system message or another id never stands
-    on both sides, and a data set keeps its split when its answers are regenerated.
+    on both sides, and a data set keeps its split when its answers are regenerated. finished: False
+    where the last answer was cut, so that the target did not write its end; None: unknown.
     """
 
     identity: Identity
@@ -49,6 +50,7 @@ class Conversation:
     tools: list[dict[str, Any]] | None
     content_hash: str
     prompt_hash: str
+    finished: bool | None = None
 
     @property
     def assistant_turns(self) -> list[int]:

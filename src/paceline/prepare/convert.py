@@ -12,7 +12,7 @@ from paceline.contracts import HELDOUT_SPLIT, TRAIN_SPLIT, TokenSample
 from paceline.dataset import source_of
 from paceline.errors import DataError
 from paceline.prepare.conversation import Conversation, conversation
-from paceline.prepare.cutting import cut, has_target
+from paceline.prepare.cutting import Cut, cut, has_target
 from paceline.prepare.masks import MaskedTokens, Masker
 from paceline.prepare.reading import RawRow
 from paceline.prepare.rows import (
@@ -24,6 +24,7 @@ from paceline.prepare.rows import (
     identify,
     parse_row,
     token_row,
+    told_finished,
 )
 from paceline.prepare.seen import SeenHashes
 from paceline.prepare.spans import MaskedConversation, SpanFinder
@@ -159,14 +160,14 @@ class Converter:
         content = token_row(values, identity, self.target.vocab_size)
         if content is not None:
             return _split_as_messages(content, values)
-        content = conversation(values, identity)
-        if content is None:
+        told = conversation(values, identity)
+        if told is None:
             raise RowError(
                 "missing_key",
                 "the row has none of messages, conversations, input_ids, response_ids, answers; "
                 f"it has {', '.join(sorted(values)) or 'nothing'}",
             )
-        return content
+        return replace(told, finished=told_finished(values))
 
     def _admit(self, content: TokenRow | Conversation) -> None:
         """Refuse duplicates and rows that the source's weight leaves out."""
@@ -187,11 +188,12 @@ class Converter:
         content, notes = entry.content, Counter()
         if entry.masked is not None:
             pieces = []
-            for result in results:
+            for text, result in zip(entry.masked.samples, results, strict=True):
                 if isinstance(result, RowError):
                     raise result
                 notes += result.notes
-                pieces.append(TokenPiece(result.input_ids, result.loss_mask))
+                ids, mask = result.input_ids, result.loss_mask
+                pieces.append(TokenPiece(ids, mask, finished=text.finished))
             notes += entry.masked.notes
         else:
             pieces = content.pieces
@@ -223,7 +225,7 @@ class Converter:
             removed = len(piece.input_ids) - where.num_tokens
             num_cut += removed > 0
             lost += where.supervised_lost
-            kept.append(_shortened(piece, where.num_tokens) if removed else piece)
+            kept.append(_shortened(piece, where) if removed else piece)
         if not kept:
             raise RowError(
                 "too_long",
@@ -307,13 +309,18 @@ def _with_prompt(loss_mask: np.ndarray) -> np.ndarray:
     return whole
 
 
-def _shortened(piece: TokenPiece, num_tokens: int) -> TokenPiece:
-    removed = len(piece.input_ids) - num_tokens
+def _shortened(piece: TokenPiece, where: Cut) -> TokenPiece:
+    end = where.num_tokens
+    finished = piece.finished
+    if where.supervised_lost:
+        # The last answer is another one now: half of one, or an earlier one of which nothing is
+        # said.
+        finished = False if piece.loss_mask[end - 1] and piece.loss_mask[end] else None
     return TokenPiece(
-        piece.input_ids[:num_tokens],
-        piece.loss_mask[:num_tokens],
-        max(piece.num_past_end - removed, 0),
-        piece.finished if removed <= piece.num_past_end else False,
+        piece.input_ids[:end],
+        piece.loss_mask[:end],
+        max(piece.num_past_end - (len(piece.input_ids) - end), 0),
+        finished,
     )
 
 

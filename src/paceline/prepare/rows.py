@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.answers.engine import is_whole
 from paceline.contracts import HELDOUT_SPLIT, TOKEN_DTYPE, TRAIN_SPLIT
 from paceline.errors import DataError
 from paceline.prepare.reading import RawRow
@@ -126,7 +127,7 @@ def _answer(row: dict[str, Any], vocab_size: int) -> TokenPiece:
     num_past_end = _num_past_end(row, "response_ids", len(response))
     mask = np.zeros(len(prompt) + len(response), bool)
     mask[len(prompt) : len(mask) - num_past_end] = True
-    return TokenPiece(np.concatenate([prompt, response]), mask, num_past_end, _finished(row))
+    return TokenPiece(np.concatenate([prompt, response]), mask, num_past_end, told_finished(row))
 
 
 def _masked(row: dict[str, Any], vocab_size: int) -> TokenPiece:
@@ -140,7 +141,7 @@ def _masked(row: dict[str, Any], vocab_size: int) -> TokenPiece:
             "bad_field",
             f"num_past_end is {num_past_end}; after the last supervised token come {after_last}",
         )
-    return TokenPiece(ids, mask, num_past_end, _finished(row))
+    return TokenPiece(ids, mask, num_past_end, told_finished(row))
 
 
 def _num_past_end(row: dict[str, Any], name: str, num_tokens: int) -> int:
@@ -168,13 +169,14 @@ def _begins_with(piece: TokenPiece, before: TokenPiece) -> bool:
     return np.array_equal(piece.input_ids[: len(before.input_ids)], before.input_ids)
 
 
-def _finished(row: dict[str, Any]) -> bool | None:
-    if "finish_reason" in row and "finished" not in row:
-        return row["finish_reason"] == "stop"
-    finished = row.get("finished")
-    if finished is not None and not isinstance(finished, bool):
+def told_finished(row: dict[str, Any]) -> bool | None:
+    """Whether the last answer ended by itself; None where the row does not say. Raises RowError."""
+    finished, reason = row.get("finished"), row.get("finish_reason")
+    if not isinstance(finished, bool | None):
         raise RowError("bad_field", f"finished is {finished!r}, not true or false")
-    return finished
+    if not isinstance(reason, str | None):
+        raise RowError("bad_field", f"finish_reason is {reason!r}, not a word")
+    return is_whole(reason) if finished is None else finished
 
 
 def _ids(row: dict[str, Any], name: str, vocab_size: int) -> np.ndarray:

@@ -13,10 +13,12 @@ from paceline.prepare.turns import SUREST_FIRST, Span, Turn, TurnFinder
 
 @dataclass(frozen=True)
 class TextSample:
-    """A rendered text and the spans in it, in order."""
+    """A rendered text and the spans in it, in order. finished: of the last span's answer; False: it
+    was cut, None: unknown."""
 
     text: str
     spans: tuple[Span, ...]
+    finished: bool | None = None
 
 
 @dataclass
@@ -63,7 +65,8 @@ class SpanFinder:
             notes["turns_not_supervised"] += len(turns) - 1
         notes["prompt_differs_from_history"] += sum(turn.prompt_differs for turn in found)
         method = max((turn.method for turn in found), key=SUREST_FIRST.index)
-        samples = [sample for sample in self._compose(found) if sample.spans]
+        samples = self._compose(found, conversation.finished)
+        samples = [sample for sample in samples if sample.spans]
         if not samples:
             raise RowError("empty_answer", "the assistant's turns are empty")
         return MaskedConversation(samples, method, +notes)
@@ -78,25 +81,30 @@ class SpanFinder:
             notes["reasoning_not_rendered"] += 1
         return notes
 
-    def _compose(self, turns: list[Turn]) -> list[TextSample]:
-        """The fewest texts that show every turn as it was written, in order."""
+    def _compose(self, turns: list[Turn], finished: bool | None) -> list[TextSample]:
+        """The fewest texts that show every turn as it was written, in order. finished: whether the
+        last turn was."""
         samples: list[TextSample] = []
+        cut = turns[-1] if finished is False else None
         waiting = turns
         while waiting:
             text = waiting[-1].text
             shown = [turn for turn in waiting if _shows(text, turn)]
-            spans = [span for turn in shown for span in self._spans_in(text, turn)]
-            samples.append(TextSample(text, tuple(s for s in spans if s.end > s.start)))
+            spans = [span for turn in shown for span in self._spans_in(text, turn, turn is cut)]
+            spans = [span for span in spans if span.end > span.start]
+            # The text with the last turn comes first.
+            samples.append(TextSample(text, tuple(spans), None if samples else finished))
             waiting = [turn for turn in waiting if turn not in shown]
         return samples[::-1]
 
-    def _spans_in(self, text: str, turn: Turn) -> list[Span]:
+    def _spans_in(self, text: str, turn: Turn, is_cut: bool) -> list[Span]:
         """The turn's spans in a text that shows it. A later text may end the turn otherwise: a
         marker that the target did not write there is left out, and one that it ends turns with
-        but that only the next turn prints (GLM's role tokens) is taken in."""
+        but that only the next turn prints (GLM's role tokens) is taken in. The target ended no
+        turn that was cut."""
         *before, last = turn.spans
         end = last.end
-        if text[last.text_end : last.end] != turn.text[last.text_end : last.end]:
+        if is_cut or text[last.text_end : last.end] != turn.text[last.text_end : last.end]:
             end = last.text_end
         elif end == last.text_end:
             marker = self.turns.marker_of(text[end : end + 100])
