@@ -77,9 +77,14 @@ class Guards:
         return [*layers, (self.plan.last, last)]
 
 
+def num_positions(target: Target) -> int | None:
+    """The most tokens that a sample of this target may have; None: its config knows no limit."""
+    return getattr(target.text_config, "max_position_embeddings", None)
+
+
 def unusable(sample: TokenSample, target: Target) -> str | None:
     """Why nothing can be learnt from a sample of this target, or None."""
-    longest = getattr(target.text_config, "max_position_embeddings", None)
+    longest = num_positions(target)
     if not sample.num_aux_rows:
         return "no supervised token after the first"
     if longest and sample.num_tokens > longest:

@@ -12,6 +12,7 @@ from paceline.extract.vllm.replicas import Launcher, ReplicaPool
 from paceline.extract.vllm.settings import (
     VllmSettings,
     batched_tokens,
+    context_environment,
     context_length,
     llm_arguments,
 )
@@ -48,10 +49,11 @@ def vllm_settings(
     plan = plan_layers(options.layers, target.num_layers, options.layer_convention)
     row_bytes = len(plan.all) * target.hidden_size * getattr(torch, dtype).itemsize
     wanted = dict(options.engine_options)
+    environment = dict(_PATIENT_ENVIRONMENT) if options.stream_bytes else {}
     if "max_model_len" not in wanted and (longest := context_length(options, target)):
         wanted["max_model_len"] = longest
+        environment |= context_environment(target, longest)
     tokens = batched_tokens(options, _on_cpu(), row_bytes)
-    environment = _PATIENT_ENVIRONMENT if options.stream_bytes else {}
     arguments = llm_arguments(target, dtype, wanted, tokens)
     return VllmSettings(arguments, scratch, environment=environment)
 

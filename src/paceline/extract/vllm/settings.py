@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.dataset import TokenDataset
 from paceline.errors import EngineError, UsageError
+from paceline.extract.guards import num_positions
 from paceline.recipe import ExtractOptions
 from paceline.target.spec import Target
 
@@ -25,6 +26,7 @@ _MAX_SEQS = 256
 HOST_MEMORY_BYTES = 6 << 30
 # Shortest context that the probe can use: its prompts and their continuations.
 _MIN_CONTEXT = 512
+_LONG_ENVIRONMENT = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,18 @@ def context_length(options: ExtractOptions, target: Target) -> int | None:
     if not options.data:
         return None
     longest = int(TokenDataset(options.data).manifest.options["max_length"]) + 1
-    positions = getattr(target.text_config, "max_position_embeddings", None)
-    wanted = max(longest, _MIN_CONTEXT)
-    return min(wanted, positions) if positions else wanted
+    positions = num_positions(target)
+    if positions is None:
+        return max(longest, _MIN_CONTEXT)
+    return max(min(longest, positions + 1), min(_MIN_CONTEXT, positions))
+
+
+def context_environment(target: Target, length: int) -> dict[str, str]:
+    """What vLLM must be told where a context of `length` is longer than the target's own: by the
+    token that is sampled after a sample of all its positions. That token never runs, so nothing
+    beyond the last position is computed."""
+    positions = num_positions(target)
+    return {} if positions is None or length <= positions else _LONG_ENVIRONMENT
 
 
 def check_effective(found: list[dict[str, Any]], dtype: str) -> dict[str, Any]:
