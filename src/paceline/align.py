@@ -96,6 +96,7 @@ def run(options: AlignOptions) -> dict[str, Any]:
         supervised = partial(_of_data, Path(options.data), manifest)
     else:
         store = Store(options.store)
+        store.require_whole(TRAIN_SPLIT)
         inputs = {"store": describe_input(options.store, store.manifest)}
         supervised = partial(_of_store, store, options)
     with open_stage(options.out, "align", inputs, options.identity(), options.overwrite) as stage:

@@ -138,6 +138,8 @@ def _notes(measured: Mapping[str, Any]) -> Iterator[str]:
     if left_out:
         steps = ", ".join(f"{n:,.0f} at K = {k}" for k, n in left_out.items())
         yield f"steps left out, since they need tokens past the end of an answer: {steps}"
+    for name, why in measured.get("baselines_left_out", {}).items():
+        yield f"no {_NAMES[name]}: {why}"
     if lossless := measured.get("lossless"):
         yield (
             f"outputs equal to the target's own greedy ones: {lossless['equal_outputs']:,} of "

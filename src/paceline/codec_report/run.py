@@ -44,6 +44,7 @@ def run(options: CodecReportOptions) -> dict[str, Any]:
             "`out`"
         )
     store = Store(options.store)
+    store.require_whole()
     target = open_target(options, store.manifest.result["target"])
     target.check_made_by(
         store.manifest.inputs["target"]["fingerprint"], f"{store.folder} holds states of"

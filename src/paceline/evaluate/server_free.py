@@ -21,16 +21,17 @@ from paceline.target.model import TeacherHead
 from paceline.target.spec import Target
 
 _GROUP_TOKENS = 8192
-_DRAFT = "draft"
+_DRAFT, _BIGRAM, _PROMPT_LOOKUP = "draft", "bigram", "prompt_lookup"
 
 
 def measure_chain(
     options: EvaluateOptions, draft: Draft, target: Target, beside: Draft | None = None
 ) -> Measured:
     """Walk every answer of the store, with a second draft too where one is given. Raises
-    EvaluationError where the split is empty, FingerprintMismatch for a store of another target or
-    other layers than a draft reads."""
+    EvaluationError where the split is empty, StreamError where parts of it were let go,
+    FingerprintMismatch for a store of another target or other layers than a draft reads."""
     store = Store(options.store, cache=Cache(options.cache_dir, options.cache_bytes))
+    store.require_whole(options.split)
     for one in (draft, beside):
         if one is not None:
             _check_store(store, one, target)
@@ -51,7 +52,10 @@ def measure_chain(
         "states_dtype": store.spec.dtype,
         "results": drafted.table(options),
         "baselines": {name: walks.table(options) for name, walks in baselines.items()},
+        "baselines_left_out": {},
     }
+    if baselines and (why := _no_bigram(store)):
+        result["baselines_left_out"] = {_BIGRAM: why}
     if beside is not None:
         groups = cut(chosen, store.records.num_tokens, _GROUP_TOKENS)
         walks = _walk_alone(options, beside, store, groups)
@@ -125,16 +129,15 @@ def _add(walks: Walks, sample: StoredSample, counts: dict[int, list[Counts]]) ->
 def _baselines(
     store: Store, target: Target, longest: int
 ) -> dict[str, Callable[[StoredSample], list[Answer]]]:
-    """Each gives a sample's answers. A store that holds no training samples has no bigram table."""
+    """Each gives a sample's answers. No bigram table where `_no_bigram` says why."""
 
     def by_prompt_lookup(sample: StoredSample) -> list[Answer]:
         ids = sample.input_ids.numpy()
         return [prompt_lookup_answer(ids, span, longest) for span in spans_of(sample)]
 
-    training = store.split(TRAIN_SPLIT)
-    if not len(training):
-        return {"prompt_lookup": by_prompt_lookup}
-    samples = (store.read(int(i)) for i in training)
+    if _no_bigram(store):
+        return {_PROMPT_LOOKUP: by_prompt_lookup}
+    samples = (store.read(int(i)) for i in store.split(TRAIN_SPLIT))
     bigram = BigramTable(
         ((s.input_ids.numpy(), s.loss_mask.numpy()) for s in samples), target.vocab_size
     )
@@ -143,7 +146,17 @@ def _baselines(
         ids = sample.input_ids.numpy()
         return [bigram.answer(ids, span, longest) for span in spans_of(sample)]
 
-    return {"bigram": by_bigram, "prompt_lookup": by_prompt_lookup}
+    return {_BIGRAM: by_bigram, _PROMPT_LOOKUP: by_prompt_lookup}
+
+
+def _no_bigram(store: Store) -> str | None:
+    """Why the store gives no bigram table: one of a part of the training samples would be weaker
+    than what the draft is to be held against. None where it gives one."""
+    if not store.is_whole(TRAIN_SPLIT):
+        return "training samples were let go from the store"
+    if not len(store.split(TRAIN_SPLIT)):
+        return "the store holds no training samples"
+    return None
 
 
 def _check_store(store: Store, draft: Draft, target: Target) -> None:

@@ -29,11 +29,13 @@ _NOT_STORED = (
 def run(options: ExportStoreOptions) -> dict[str, Any]:
     """Write a store in the layout of another tool. Returns the manifest's result.
 
-    Raises UsageError for a store that the layout cannot say.
+    Raises UsageError for a store that the layout cannot say, StreamError for one of which parts
+    were let go.
     """
     if not (options.store and options.out):
         raise UsageError("export-store: pass `store` (a folder of `extract`) and `out`")
     store = Store(options.store)
+    store.require_whole(options.split)
     layout = _layout(options)
     config = _config(store, layout, options)
     inputs = {"store": describe_input(options.store, store.manifest)}

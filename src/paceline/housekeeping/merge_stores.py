@@ -20,11 +20,13 @@ def run(options: MergeStoresOptions) -> dict[str, Any]:
     """Merge stores; samples keep their bytes. Returns the manifest's result.
 
     Raises FingerprintMismatch that names what two stores do not share, StoreError for two different
-    samples of one id.
+    samples of one id, StreamError for a store of which parts were let go.
     """
     if len(options.stores) < 2 or not options.out:
         raise UsageError("merge-stores: name two stores or more, and `out`")
     stores = [Store(folder) for folder in options.stores]
+    for store in stores:
+        store.require_whole()
     for other in stores[1:]:
         _refuse_other(stores[0], other)
     inputs: dict[str, Any] = {"target": stores[0].manifest.inputs["target"]}

@@ -21,13 +21,15 @@ def run(options: SubsetStoreOptions) -> dict[str, Any]:
     """Copy the chosen samples, in the order of the store. Returns the manifest's result.
 
     Raises UsageError where nothing is left, for ids that the store does not have, and for a codec
-    that cannot follow the store's own.
+    that cannot follow the store's own; StreamError where parts of what is wanted were let go.
     """
     if not (options.store and options.out):
         raise UsageError("subset-store: pass `store` and `out`")
     store = Store(options.store)
     refuse_second_loss(store.spec, options.codec or store.spec.codec)
     ids = wanted_ids(options.ids, options.ids_file)
+    if not ids:
+        store.require_whole(options.split)
     chosen = _choose(options, store, ids)
     inputs = {
         "target": store.manifest.inputs["target"],

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from paceline.report.charts import methods_of
+from paceline.report.charts import METHOD_NAMES, methods_of
 from paceline.report.gather import RunRecord
 from paceline.runlog import throughput
 from paceline.units import duration_text, size_text
@@ -101,9 +101,12 @@ def measured_on(measured: dict[str, Any]) -> str:
     pooled = next(iter(measured["results"].values()))["pooled"]
     answers = f"of split {measured['split']}" if measured.get("split") else "of a prompt set"
     sampled = measured.get("temperature")
+    missing = measured.get("baselines_left_out", {}).items()
     return (
         f"{pooled['conversations']:,} conversations {answers}, {_MODES[measured['mode']]}; dtype "
-        f"{measured['dtype']}" + (f"; temperature {sampled:g}" if sampled else "")
+        f"{measured['dtype']}"
+        + (f"; temperature {sampled:g}" if sampled else "")
+        + "".join(f"; no {METHOD_NAMES[name]}: {why}" for name, why in missing)
     )
 
 

@@ -177,15 +177,29 @@ class Store(ShardReader):
 
     def windows(self, split: str) -> Iterator[np.ndarray]:
         """int64 sample indices of a split, those together that a training may mix: all of them.
+        Raises StreamError as require_whole does."""
+        self.require_whole(split)
+        yield self.split(split)
 
-        Raises StreamError for a store of which a training from its stream let parts go.
-        """
-        if gone := self.shelf.receipt_numbers():
+    def is_whole(self, split: str | None = None) -> bool:
+        """Whether all of a split (None: of the store) is here still. A training from a stream with
+        a byte budget lets shards go; held-out samples stay."""
+        return not self._shards_let_go(split)
+
+    def require_whole(self, split: str | None = None) -> None:
+        """For whoever takes the samples for all that there are. Raises StreamError where some were
+        let go."""
+        if gone := self._shards_let_go(split):
             raise StreamError(
                 f"{self.folder} is not whole: {len(gone)} of its shards were let go after a "
                 "training had read them. Run `paceline extract` into a new folder."
             )
-        yield self.split(split)
+
+    def _shards_let_go(self, split: str | None) -> list[int]:
+        numbers = self.shelf.receipt_numbers()
+        if split is None:
+            return numbers
+        return [n for n in numbers if split in self.shelf.open_receipt(n).columns["split"]]
 
     def expected_rows(self, split: str) -> int:
         """Supervised tokens of a split."""
