@@ -8,7 +8,12 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+)
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -60,13 +65,54 @@ FAMILIES = {
     "deepseek_v2": _MLA,
     "deepseek_v3": _MLA,
 }
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_QWEN_TOWER = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+}
+_QWEN_ROPE = {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]}}
+# Language models inside multimodal ones: (changes of the text config, the tower's config).
+WRAPPED = {
+    "gemma3": ({"query_pre_attn_scalar": 8, "sliding_window": 4}, _TOWER),
+    "kimi_k25": (_MLA, {**_TOWER, "pos_emb_height": 4, "pos_emb_width": 4}),
+    "llava": ({"model_type": "llama"}, {**_TOWER, "model_type": "clip_vision_model"}),
+    "mistral3": ({"model_type": "mistral"}, {**_TOWER, "model_type": "pixtral"}),
+    "qwen2_5_vl": (_QWEN_ROPE, _QWEN_TOWER),
+    "qwen3_vl": (_QWEN_ROPE, {**_QWEN_TOWER, "deepstack_visual_indexes": [0]}),
+}
+# transformers 4 does not know all of them.
+WRAPPED = {family: parts for family, parts in WRAPPED.items() if family in CONFIG_MAPPING}
+
+
+def model_class(family: str) -> type:
+    """transformers' own class for a family; which one paceline takes is for it to find out."""
+    return AutoModelForImageTextToText if family in WRAPPED else AutoModelForCausalLM
+
+
+def _config(family: str, changes: dict):
+    if family not in WRAPPED:
+        return CONFIG_MAPPING[family](**{**_COMMON, **FAMILIES[family], **changes})
+    text, tower = WRAPPED[family]
+    text = {**_COMMON, **text, **changes}
+    return CONFIG_MAPPING[family](text_config=text, vision_config=tower, **changes)
 
 
 def save_model(folder: Path, family: str, seed: int = 0, **changes) -> Path:
-    """Random weights away from their starting values, so that every gain and bias matters."""
+    """changes: of the config; of a wrapped model's both.
+
+    Random weights away from their starting values, so that every gain and bias matters."""
     torch.manual_seed(seed)
-    config = CONFIG_MAPPING[family](**{**_COMMON, **FAMILIES[family], **changes})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = model_class(family).from_config(_config(family, changes), dtype=torch.float32)
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.1)

@@ -26,7 +26,7 @@ from paceline.target.spec import Target, TargetReference
 from ..conftest import RealRun
 from ..lines import TINY_LAYERS, extracted, prepared
 from ..small_disk import small_disk
-from ..targets import save_target
+from ..targets import WRAPPED, model_class, save_target
 
 # `paceline.extract.run` is the stage's function; this is the module that holds it.
 extract_run = importlib.import_module("paceline.extract.run")
@@ -100,6 +100,18 @@ def test_every_k_from_0_to_n_can_be_had(tmp_path, layers):
             plain = norm_input[0] if k == 8 else hidden[k][0]
             torch.testing.assert_close(sample.aux[:, a], plain[: len(sample.aux)])
         torch.testing.assert_close(sample.last, norm_input[0][sample.loss_mask])
+
+
+@pytest.mark.parametrize("family", sorted(WRAPPED))
+def test_the_language_model_inside_a_multimodal_one(tmp_path, family):
+    target = save_target(tmp_path / "target", family)
+    store = Store(extracted(tmp_path))
+    probe = store.manifest.result["probe"]
+    assert probe["num_greedy_agree"] == probe["num_greedy_rows"] >= 64
+    assert probe["reference_layers"] == 8
+    model = model_class(family).from_pretrained(target, dtype=torch.float32).eval()
+    for k, errors in worst_errors(store, model, 8).items():
+        assert float(errors.max()) <= 5e-4, k
 
 
 def test_samples_in_are_stored_or_skipped_by_reason(tmp_path):

@@ -1,14 +1,30 @@
 """Norm and head loaded alone against the whole model's own logits, family by family."""
 
+import json
+
 import pytest
 import torch
 
 from paceline.contracts import LayerPlan
-from paceline.target.model import TeacherHead, final_norm_of, load_embedding, load_model
+from paceline.errors import TargetError
+from paceline.target.model import (
+    TeacherHead,
+    final_norm_of,
+    load_embedding,
+    load_model,
+    num_parameters,
+)
 from paceline.target.spec import Target, TargetReference
 from paceline.target.tap import LayerTap
 
-from ..targets import FAMILIES, save_model
+from ..targets import FAMILIES, WRAPPED, model_class, save_model
+
+ALL_FAMILIES = sorted([*FAMILIES, *WRAPPED])
+
+
+def plain_model(folder, family):
+    """transformers' own, loaded by the class that wrote it."""
+    return model_class(family).from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def whole_forward(model, num_layers):
@@ -22,25 +38,53 @@ def whole_forward(model, num_layers):
     return output.logits[0], output.hidden_states, seen[0][0]
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_teacher_logits_are_the_targets_own(family, tmp_path):
     target = Target(TargetReference(str(save_model(tmp_path, family))))
-    model = load_model(target, torch.float32, "cpu")
-    logits, _, last = whole_forward(model, 8)
+    model = plain_model(tmp_path, family)
+    with torch.no_grad():
+        logits, _, last = whole_forward(model, 8)
     torch.testing.assert_close(TeacherHead(target, torch.float32)(last), logits)
     rows = torch.tensor([3, 17, 300])
     part = TeacherHead(target, torch.float32, rows=rows)(last)
     torch.testing.assert_close(part, logits[:, rows])
-    stored = target.weights.load("model.embed_tokens.weight")
+    stored = model.get_input_embeddings().weight
     assert torch.equal(load_embedding(target, torch.float32), stored)
+    assert num_parameters(target) == sum(weight.numel() for weight in model.parameters())
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(WRAPPED))
+def test_a_stored_head_is_taken_whatever_the_outer_config_leaves_unsaid(family, tmp_path):
+    """transformers' default for most of these classes is tied, and it takes the head all the
+    same."""
+    save_model(tmp_path, family, tie_word_embeddings=False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    config["text_config"]["tie_word_embeddings"] = False
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with torch.no_grad():
+        logits, _, last = whole_forward(plain_model(tmp_path, family), 8)
+    target = Target(TargetReference(str(tmp_path)))
+    torch.testing.assert_close(TeacherHead(target, torch.float32)(last), logits)
+
+
+def test_a_model_that_writes_no_text_is_refused_by_name(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    target = Target(TargetReference(str(tmp_path)))
+    for use in (num_parameters, lambda t: TeacherHead(t, torch.float32)):
+        with pytest.raises(TargetError, match=f"{tmp_path}: transformers cannot load it: .*ViT"):
+            use(target)
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_the_tap_sees_every_k_as_transformers_reports_it(family, tmp_path):
     target = Target(TargetReference(str(save_model(tmp_path, family))))
     model = load_model(target, torch.float32, "cpu")
+    plain = plain_model(tmp_path, family)
     tap = LayerTap(model, LayerPlan(tuple(range(8)), 8), 8)
-    _, hidden, last = whole_forward(model, 8)
+    with torch.no_grad():
+        model(torch.arange(12)[None] * 7)
+        _, hidden, last = whole_forward(plain, 8)
     for k in range(8):
         torch.testing.assert_close(tap.states[k], hidden[k], msg=f"k = {k}")
     torch.testing.assert_close(tap.states[8][0], last)
@@ -49,7 +93,7 @@ def test_the_tap_sees_every_k_as_transformers_reports_it(family, tmp_path):
     assert not tap.states
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_a_copy_cut_down_to_its_first_layers_has_the_same_states(family, tmp_path):
     target = Target(TargetReference(str(save_model(tmp_path, family))))
     tokens = torch.randint(0, 300, (1, 12))

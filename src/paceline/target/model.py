@@ -1,10 +1,19 @@
 """The target with its weights: the whole model, its decoder layers, or its norm and head alone."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from paceline.errors import TargetError
@@ -34,16 +43,14 @@ def load_model(
     if getattr(target.text_config, "attn_logit_softcapping", None):
         # Fused attention has no soft-capping, and some transformers leave it out in silence.
         options["attn_implementation"] = "eager"
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
+    with _told_as_target_error(target):
+        model = _auto_class(target.config).from_pretrained(
             target.folder,
             config=target.config if num_layers is None else _cut_down(target, num_layers),
             dtype=dtype,
             trust_remote_code=target.reference.trust_remote_code,
             **options,
         )
-    except (ValueError, OSError, ImportError) as error:
-        raise TargetError(f"{target.folder}: transformers cannot load it: {error}") from error
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -54,10 +61,27 @@ def num_parameters(target: Target) -> int:
 
 def _shell(target: Target) -> PreTrainedModel:
     """The model's modules without any weights."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
+    with _told_as_target_error(target), torch.device("meta"):
+        return _auto_class(target.config).from_config(
             target.config, trust_remote_code=target.reference.trust_remote_code
         )
+
+
+def _auto_class(config: PretrainedConfig) -> type:
+    """Most wrapped multimodal models are no causal language models to transformers. What is known
+    as neither may be remote code, which AutoModelForCausalLM looks for."""
+    wrapped = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if wrapped and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
+@contextmanager
+def _told_as_target_error(target: Target) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        raise TargetError(f"{target.folder}: transformers cannot load it: {error}") from error
 
 
 def _cut_down(target: Target, num_layers: int) -> PretrainedConfig:
@@ -147,12 +171,10 @@ class TeacherHead(nn.Module):
         norm = final_norm_of(shell, target.num_layers)
         head = shell.get_output_embeddings()
         names = {id(module): name for name, module in shell.named_modules()}
-        tied = bool(getattr(target.text_config, "tie_word_embeddings", False))
-        embedding_name = names[id(shell.get_input_embeddings())]
         _materialise(norm, names[id(norm)], target, dtype)
-        _materialise(head, embedding_name if tied else names[id(head)], target, dtype, rows)
+        _materialise(head, names[id(_stored_head(shell, names, target))], target, dtype, rows)
         in_place_of_decoder = _NormOnly(nn.Identity() if is_normed else norm)
-        _replace(shell, names[id(_outermost_base(shell))], in_place_of_decoder)
+        _replace(shell, names[id(_set_aside(shell, target.num_layers))], in_place_of_decoder)
         self.norm = norm
         self.head = head
         self.model = shell.to(device).eval().requires_grad_(False)
@@ -176,11 +198,23 @@ def load_embedding(target: Target, dtype: torch.dtype) -> torch.Tensor:
     return target.weights.load(names[id(shell.get_input_embeddings())] + ".weight").to(dtype)
 
 
-def _outermost_base(shell: PreTrainedModel) -> nn.Module:
-    base = getattr(shell, shell.base_model_prefix, None)
-    if not isinstance(base, nn.Module):
-        raise TargetError(f"{type(shell).__name__} has no base model to set aside")
-    return base
+def _stored_head(shell: PreTrainedModel, names: dict[int, str], target: Target) -> nn.Module:
+    """The module under whose name the checkpoint keeps the head: itself, or the embedding that it
+    is tied to. A stored head counts whatever the config says, as in transformers: wrapped models
+    have two configs, and the outer one is often tied only because nothing was written there."""
+    head, embedding = shell.get_output_embeddings(), shell.get_input_embeddings()
+    tied = head.weight is embedding.weight
+    return embedding if tied and not target.weights.has(names[id(head)] + ".weight") else head
+
+
+def _set_aside(shell: PreTrainedModel, num_layers: int) -> nn.Module:
+    """The largest part of the model that holds its decoder and not its head."""
+    decoder, head = decoder_of(shell, num_layers), shell.get_output_embeddings()
+    for module in shell.modules():  # Parents come before their children.
+        parts = {id(part) for part in module.modules()}
+        if id(decoder) in parts and id(head) not in parts:
+            return module
+    raise TargetError(f"{type(shell).__name__} has its head inside its decoder")
 
 
 def _materialise(

@@ -35,8 +35,9 @@ class Weights:
                 return {key: self.folder / file for key, file in index.items()}
         return {key: file for file in self.files for key in self._keys(file)}
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint keeps a parameter, under whatever name `find` knows it by."""
+        return bool(self._candidates(name))
 
     def find(self, name: str) -> str:
         """The checkpoint's own name of a parameter: exact, else the one name with the same end.
@@ -44,21 +45,23 @@ class Weights:
         Wrapped models store `language_model.model.norm.weight` for what the model class calls
         `model.language_model.norm.weight`; the tail is what both share. Raises TargetError.
         """
-        if name in self:
-            return name
-        parts = name.split(".")
-        tail = ".".join(parts[-2:])
-        found = [
-            key
-            for key in self._file_of
-            if (key == tail or key.endswith("." + tail)) and not _is_inside_layer_or_tower(key)
-        ]
+        found = self._candidates(name)
         if len(found) != 1:
             raise TargetError(
                 f"{self.folder}: cannot tell which tensor is {name!r}; "
                 f"candidates: {found or 'none'}"
             )
         return found[0]
+
+    def _candidates(self, name: str) -> list[str]:
+        if name in self._file_of:
+            return [name]
+        tail = ".".join(name.split(".")[-2:])
+        return [
+            key
+            for key in self._file_of
+            if (key == tail or key.endswith("." + tail)) and not _is_inside_layer_or_tower(key)
+        ]
 
     def load(self, name: str) -> torch.Tensor:
         """One tensor, on the CPU, in its stored dtype."""
