@@ -13,6 +13,7 @@ import paceline
 from paceline.errors import FingerprintMismatch, UsageError
 from paceline.report.compare import paired_difference
 from paceline.report.failures import shown
+from tests.lines import TINY_LAYERS, extracted, prepared, trained
 
 
 @pytest.fixture
@@ -94,6 +95,47 @@ def test_equal_runs_differ_by_nothing_and_strangers_not_at_all():
     assert paired_difference(ours, dict(ours)) == (0.0, 0.0, 0.0)
     assert paired_difference(ours, {"x": (3, 3)}) is None
     assert paired_difference({"a": (0, 0)}, {"a": (4, 2)}) is None
+
+
+def test_equal_ids_of_other_data_are_not_paired(tmp_path):
+    """Two data sets whose conversations are called r0, r1, ... alike."""
+    extracted(tmp_path / "one")
+    trained(tmp_path / "one", max_steps=2)
+    two = str(prepared(tmp_path / "two", seed=1))
+    out = str(tmp_path / "two" / "store")
+    paceline.extract(data=two, out=out, layers=TINY_LAYERS, dtype="float32")
+    runs = []
+    for name, store in (("one", "one"), ("again", "one"), ("two", "two")):
+        paceline.evaluate(
+            draft=str(tmp_path / "one" / "draft"),
+            store=str(tmp_path / store / "store"),
+            out=str(tmp_path / name / "evaluate"),
+            dtype="float32",
+            num_draft_tokens=[3],
+        )
+        runs.append(str(tmp_path / name))
+    same, other = (
+        _text(Path(paceline.report(compare=True, runs=pair, out=str(tmp_path / out))["page"]))
+        for pair, out in (([runs[0], runs[1]], "same"), ([runs[0], runs[2]], "other"))
+    )
+    assert "Differences to one" in same and "+0.000" in same
+    assert "no paired difference" not in same
+    assert "two was not measured on the conversations of one" in other
+    assert "Differences to" not in other
+
+
+def test_conversations_that_only_one_run_has_are_told(tiny_run, other_run, tmp_path):
+    fewer = tmp_path / "fewer"
+    shutil.copytree(other_run, fewer, ignore=shutil.ignore_patterns("report"))
+    path = fewer / "evaluate" / "conversations.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    names = sorted({row["conversation"] for row in rows})
+    kept = [row for row in rows if row["conversation"] != names[0]]
+    path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    runs = [str(tiny_run), str(fewer)]
+    page = paceline.report(compare=True, runs=runs, out=str(tmp_path / "page"))["page"]
+    told = f"share {len(names) - 1} conversations of {len(names) - 1} and {len(names)}"
+    assert told in _text(Path(page))
 
 
 def test_what_cannot_be_compared_is_refused(tiny_run, other_run, tmp_path):

@@ -60,7 +60,7 @@ class _Decoding:
                 self._questions.take(chat, turn, self._alone(chat, turn, prompt))
             for k in self._lengths:
                 counts = self._with_draft(chat, turn, prompt, k).counts
-                self._walks.add(chat.conversation, chat.source, {k: counts})
+                self._walks.add(chat.conversation, chat.source, {k: counts}, chat.content)
             turn += 1
 
     def measured(self) -> Measured:

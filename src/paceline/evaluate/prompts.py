@@ -40,6 +40,12 @@ class Chat:
     turns: list[str] = field(default_factory=list)
     answers: list[str] = field(default_factory=list)
 
+    @property
+    def content(self) -> str:
+        """A digest of what is asked; prompts that are made of answers do not count."""
+        known = self.prompts[:1] if self.turns else self.prompts
+        return fingerprint.of_json([known, self.turns])
+
 
 class ChatForm:
     """Turns into prompts, by the target's chat template as servers apply it."""

@@ -118,7 +118,7 @@ class _Outcome:
         for counted in served.counted:
             counts = counted.counters.counts()
             counts.conversations = counted.conversations
-            self.walks.add(counted.name, counted.source, {k: counts})
+            self.walks.add(counted.name, counted.source, {k: counts}, counted.content)
             short += k * counted.counters.drafts - counted.counters.draft_tokens
         if short:
             self.short_drafts[str(k)] = short

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from paceline import fingerprint
 from paceline.acceptance.chain import draft_answers, spans_of
 from paceline.acceptance.counts import Answer, Counts, walk
 from paceline.contracts import TRAIN_SPLIT
@@ -119,11 +120,13 @@ def _expect(
 def _add(walks: Walks, sample: StoredSample, counts: dict[int, list[Counts]]) -> None:
     record = sample.record
     name = record.conversation_id or record.sample_id
+    ids, mask = sample.input_ids.numpy(), sample.loss_mask.numpy()
+    content = fingerprint.of_bytes(ids.tobytes() + mask.tobytes())
     for k, answers in counts.items():
         total = Counts.zero(k)
         for found in answers:
             total.add(found)
-        walks.add(name, record.source, {k: total})
+        walks.add(name, record.source, {k: total}, content)
 
 
 def _baselines(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Protocol
 
+from paceline import fingerprint
 from paceline.evaluate.metrics import DraftCounters
 from paceline.evaluate.outputs import Key
 from paceline.evaluate.prompts import Chat, Questions
@@ -39,6 +40,7 @@ class Counted:
     name: str
     source: str
     conversations: int
+    content: str  # digest of what was asked
     counters: DraftCounters
 
 
@@ -72,7 +74,8 @@ def ask(server: Server, questions: Questions, batch_sizes: list[int], label: str
             written, took = _answer_group(server, questions, chats, first, served.answers)
             after = server.counters(before.generated + written).since(before, written)
             conversations = len({chat.conversation for chat in chats})
-            served.counted.append(Counted(name, chats[0].source, conversations, after))
+            content = fingerprint.of_json(sorted(chat.content for chat in chats))
+            served.counted.append(Counted(name, chats[0].source, conversations, content, after))
             tokens, seconds = tokens + written, seconds + took
             bar.advance(len(chats))
     served.tokens_per_s[first] = tokens / seconds

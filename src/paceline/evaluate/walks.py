@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline import fingerprint
 from paceline.acceptance.counts import Counts, table
 from paceline.recipe import EvaluateOptions
 
@@ -25,10 +26,16 @@ class Walks:
 
     lengths: list[int]
     found: dict[tuple[str, str], dict[int, Counts]] = field(default_factory=dict)
+    contents: dict[tuple[str, str], set[str]] = field(default_factory=dict)
 
-    def add(self, conversation: str, source: str, counts: dict[int, Counts]) -> None:
-        """Answers of one conversation are resampled together, so their counts are added up."""
+    def add(self, conversation: str, source: str, counts: dict[int, Counts], content: str) -> None:
+        """Answers of one conversation are resampled together, so their counts are added up.
+
+        content: a digest of what was walked or asked; ids alone do not say that two measurements
+        are of the same conversations.
+        """
         known = self.found.setdefault((conversation, source), {})
+        self.contents.setdefault((conversation, source), set()).add(content)
         for k, more in counts.items():
             if k in known:
                 known[k].add(more)
@@ -43,10 +50,12 @@ class Walks:
     def rows(self) -> Iterator[dict[str, Any]]:
         """One record for each conversation and chain length."""
         for (conversation, source), by_length in self.found.items():
+            content = fingerprint.of_json(sorted(self.contents[conversation, source]))
             for k, counts in by_length.items():
                 yield {
                     "conversation": conversation,
                     "source": source,
+                    "content": content,
                     "num_draft_tokens": k,
                     "verify_steps": counts.verify_steps,
                     "accepted": counts.accepted,

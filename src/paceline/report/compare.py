@@ -1,7 +1,7 @@
 """Several runs side by side: acceptance, paired differences, what was done otherwise."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ CONVERSATIONS_FILE = "conversations.jsonl"
 _RESAMPLES, _SEED = 2000, 0
 _INTERVAL = (2.5, 97.5)
 _MOST_RUNS = 6
-# Its id and its source: two sources may number their conversations alike.
-_Conversation = tuple[str, str]
+# Its id, its source and a digest of its content: two sources may number their conversations alike,
+# two data sets too.
+_Conversation = tuple[str, str, str]
 # Options of these stages say how a draft was made.
 _SHAPING = ("generate", "prepare", "extract", "align", "train")
 
@@ -46,6 +47,7 @@ class Comparison:
     figures: list[Figure]
     acceptance: Table
     differences: Table | None
+    unpaired: list[str]
     drafts: Table
     training: list[Figure]
     provenance: Table
@@ -81,6 +83,7 @@ def comparison(records: Sequence[RunRecord]) -> Comparison:
         figures=acceptance_figures({n: m["results"] for n, m in measured.items()}, lengths),
         acceptance=_acceptance(measured, lengths),
         differences=_difference_table(paired, lengths),
+        unpaired=[*_unpaired(names, records, lengths[-1])],
         drafts=_drafts(names, records),
         training=_training(names, records),
         provenance=_provenance(names, records),
@@ -160,14 +163,31 @@ def _paired(
     return {k: paired_difference(ours.get(k, {}), theirs.get(k, {})) for k in lengths}
 
 
+def _unpaired(names: list[str], records: Sequence[RunRecord], length: str) -> Iterator[str]:
+    """What keeps runs from being compared in pairs, a sentence for each run but the first."""
+    ours, *others = (_conversations(record).get(length, {}).keys() for record in records)
+    for name, theirs in zip(names[1:], others, strict=True):
+        if not (shared := len(ours & theirs)):
+            yield (
+                f"{name} was not measured on the conversations of {names[0]}: their lengths differ "
+                "by the data too, and no paired difference can be given."
+            )
+        elif shared < max(len(ours), len(theirs)):
+            yield (
+                f"{name} and {names[0]} share {shared:,} conversations of {len(theirs):,} and "
+                f"{len(ours):,}; the paired difference is over these alone."
+            )
+
+
 def _conversations(record: RunRecord) -> dict[str, dict[_Conversation, tuple[int, int]]]:
     """K -> conversation -> (verify steps, accepted). Empty where they were not kept."""
     path = Path(record.stages["evaluate"].folder) / CONVERSATIONS_FILE
     found: dict[str, dict[_Conversation, tuple[int, int]]] = {}
     for row in map(json.loads, path.read_text().splitlines() if path.is_file() else ()):
         counts = found.setdefault(str(row["num_draft_tokens"]), {})
-        name = (row["conversation"], row["source"])
-        counts[name] = (row["verify_steps"], row["accepted"])
+        # Rows of earlier versions do not say what was walked, so nothing is known to be the same.
+        content = row.get("content", str(path))
+        counts[row["conversation"], row["source"], content] = (row["verify_steps"], row["accepted"])
     return found
 
 
