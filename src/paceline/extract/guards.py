@@ -51,12 +51,11 @@ class Guards:
                 return f"layer k = {k} has an all-zero row"
         return None
 
-    def flags(self, norms: RowNorms) -> list[str]:
+    def flags(self, sample: TokenSample, norms: RowNorms) -> list[str]:
         """What looks odd without being wrong: a layer's RMS far outside the probe's range."""
         found = []
-        for (k, of_layer), (low, high) in zip(
-            self._by_layer(norms.aux[1:], norms.last[1:]), self.rms_ranges, strict=False
-        ):
+        rows = past_first_token(sample, norms.aux, norms.last)
+        for (k, of_layer), (low, high) in zip(self._by_layer(*rows), self.rms_ranges, strict=False):
             if not len(of_layer):
                 continue
             rms = of_layer / math.sqrt(self.hidden_size)
@@ -80,6 +79,14 @@ class Guards:
 def num_positions(target: Target) -> int | None:
     """The most tokens that a sample of this target may have; None: its config knows no limit."""
     return getattr(target.text_config, "max_position_embeddings", None)
+
+
+def past_first_token(
+    sample: TokenSample, aux: torch.Tensor, last: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A sample's aux [R, ...] and last [M, ...] without the rows of its first token, where massive
+    activations sit; `last` has such a row only where that token is supervised."""
+    return aux[1:], last[int(sample.loss_mask[0]) :]
 
 
 def unusable(sample: TokenSample, target: Target) -> str | None:

@@ -20,7 +20,7 @@ from paceline.contracts import TokenSample
 from paceline.device import free_host_bytes
 from paceline.errors import ProbeFailure
 from paceline.extract.engine import Engine
-from paceline.extract.guards import Guards, row_rms
+from paceline.extract.guards import Guards, past_first_token, row_rms
 from paceline.extract.sink import QUARANTINE_PATTERN, Destination, read_lines
 from paceline.store import Store, StoreSpec, published_ids
 from paceline.target.model import TeacherHead, final_norm_of, load_model, num_parameters
@@ -107,7 +107,7 @@ def run_probe(
         num_greedy_agree=agree,
         errors=errors,
         reference_layers=reference_layers,
-        rms_ranges=_rms_ranges(captured, [spec.layers.aux.index(k) for k in plan.aux]),
+        rms_ranges=_rms_ranges(samples, captured, [spec.layers.aux.index(k) for k in plan.aux]),
     )
 
 
@@ -268,9 +268,12 @@ def _bounded(k: int, errors: torch.Tensor, dtype: str, blame: str) -> dict[str, 
     return found
 
 
-def _rms_ranges(captured: list[_Captured], columns: list[int]) -> tuple[tuple[float, float], ...]:
+def _rms_ranges(
+    samples: list[TokenSample], captured: list[_Captured], columns: list[int]
+) -> tuple[tuple[float, float], ...]:
     """Lowest and highest row RMS of these columns of `aux` and of the last state, first tokens
     apart."""
-    layers = [torch.cat([row_rms(c.aux[1:, i]) for c in captured]) for i in columns]
-    layers.append(torch.cat([row_rms(c.last) for c in captured]))
+    rows = [past_first_token(s, c.aux, c.last) for s, c in zip(samples, captured, strict=True)]
+    layers = [torch.cat([row_rms(aux[:, i]) for aux, _ in rows]) for i in columns]
+    layers.append(torch.cat([row_rms(last) for _, last in rows]))
     return tuple((float(rms.min()), float(rms.max())) for rms in layers)

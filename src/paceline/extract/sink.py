@@ -49,7 +49,7 @@ class Sink:
         if fault:
             self.reject(sample, fault)
             return
-        flags = self._guards.flags(norms)
+        flags = self._guards.flags(sample, norms)
         if flags:
             append_line(self._flags, {"sample_id": sample.sample_id, "flags": flags})
         self._writer.add(sample, aux, last)
