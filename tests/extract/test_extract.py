@@ -10,12 +10,14 @@ import torch
 import paceline
 from paceline.contracts import LayerPlan, TokenSample
 from paceline.errors import (
+    DataError,
     DiskFullError,
     EngineError,
     FingerprintMismatch,
     LayerError,
     ProbeFailure,
     StoreCorruption,
+    UsageError,
 )
 from paceline.extract.probe import relative_error
 from paceline.extract.transformers_engine import TransformersEngine, length_buckets
@@ -119,6 +121,18 @@ def test_samples_in_are_stored_or_skipped_by_reason(tmp_path):
     accounting = store.manifest.result["accounting"]
     assert accounting == {"in": 30, "done": 30, "quarantined": {}, "skipped": {}}
     assert len(store) == 30
+
+
+def test_data_of_which_no_sample_can_be_used_are_an_error(tmp_path):
+    save_target(tmp_path / "target", max_position_embeddings=3)
+    data = str(prepared(tmp_path, num_rows=6))
+    out = tmp_path / "store"
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"no sample .* used \(6: longer than the target's 3"):
+            paceline.extract(data=data, out=str(out), layers=TINY_LAYERS, dtype="float32")
+    assert not list(out.rglob("*.safetensors"))
+    with pytest.raises(UsageError, match="is not finished"):
+        Store(out)
 
 
 @pytest.mark.parametrize(

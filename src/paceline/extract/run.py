@@ -14,7 +14,7 @@ from paceline.artefact import StageFolder, describe_input
 from paceline.contracts import Accounting, LayerPlan, TokenSample
 from paceline.dataset import TokenDataset
 from paceline.device import choose_device, choose_dtype, dtype_name
-from paceline.errors import DiskFullError, EngineError, UsageError
+from paceline.errors import DataError, DiskFullError, EngineError, UsageError
 from paceline.extract.engine import Engine, open_engine
 from paceline.extract.guards import Guards, unusable
 from paceline.extract.order import capture_order, kept_bytes, planned, shard_bytes_of
@@ -41,7 +41,7 @@ def run(options: ExtractOptions) -> dict[str, Any]:
     """Hidden states of a token data set into a store. Returns the manifest's result.
 
     Raises ProbeFailure before anything is stored, DiskFullError before the start where the result
-    cannot fit, EngineError where too many samples are bad.
+    cannot fit, DataError where no sample can be used, EngineError where too many are bad.
     """
     if not options.data or not options.out:
         raise UsageError("extract: pass `data` (a folder of `prepare`) and `out`")
@@ -127,6 +127,7 @@ def _extract(
 
 
 def _usable_samples(data: TokenDataset, target: Target) -> tuple[list[TokenSample], Accounting]:
+    """Raises DataError where there is none."""
     accounting = Accounting()
     usable, skipped = [], Counter()
     for sample in data:
@@ -135,6 +136,9 @@ def _usable_samples(data: TokenDataset, target: Target) -> tuple[list[TokenSampl
             skipped[reason] += 1
         else:
             usable.append(sample)
+    if not usable:
+        why = ", ".join(f"{count}: {reason}" for reason, count in skipped.items())
+        raise DataError(f"{data.folder}: no sample of it can be used ({why or 'it has none'})")
     accounting.skipped = dict(skipped)
     return usable, accounting
 
