@@ -127,6 +127,18 @@ def test_on_a_terminal_it_looks_until_the_work_ends(tmp_path):
     assert "train: running" in text() and "train: stopped" in text()
 
 
+def test_every_folder_of_a_stage_is_shown(tmp_path):
+    for name in ("evaluate", "served", "train"):
+        with open_stage(tmp_path / name, {"served": "evaluate"}.get(name, name), {}, {}):
+            pass
+    result = paceline.watch(str(tmp_path))
+    assert [stage["folder"] for stage in result["stages"]] == [
+        str(tmp_path / name) for name in ("train", "evaluate", "served")
+    ]
+    text = shown(result)
+    assert "evaluate: stopped" in text and "evaluate (served): stopped" in text
+
+
 def test_a_finished_run_and_a_folder_that_is_none(tiny_run, tmp_path):
     result = paceline.watch(str(tiny_run))
     assert not result["is_running"]

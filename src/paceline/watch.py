@@ -36,18 +36,18 @@ def run(options: WatchOptions) -> dict[str, Any]:
 
 def snapshot(folder: Path) -> dict[str, Any]:
     """See run."""
-    found = {}
+    found = []
     paths = [folder]
     if folder.is_dir() and not (folder / MANIFEST_NAME).is_file():
         paths = sorted(folder.glob("*/"))
     for path in paths:
         if (path / MANIFEST_NAME).is_file():
             manifest = load_manifest(path)
-            found[manifest.stage] = _stage(path, manifest)
+            found.append(_stage(path, manifest))
     if not found:
         raise UsageError(f"{folder} is no run of paceline, or no stage of it has begun")
-    in_order = sorted(found, key=lambda stage: (*STAGES, stage).index(stage))
-    stages = [found[stage] for stage in in_order]
+    order = lambda stage: (*STAGES, stage["stage"]).index(stage["stage"])
+    stages = sorted(found, key=order)
     is_running = any(stage["status"] == RUNNING for stage in stages)
     return {"folder": str(folder), "stages": stages, "is_running": is_running}
 

@@ -251,7 +251,19 @@ def test_what_is_no_run_is_refused(tiny_run, tmp_path):
         paceline.report(run_dir=str(tmp_path / "none"))
     with pytest.raises(UsageError, match="holds no finished stage"):
         paceline.report(run_dir=str(tmp_path))
-    shutil.copytree(tiny_run / "align", tmp_path / "align")
+    shutil.copytree(tiny_run / "align", tmp_path / "align-1")
     shutil.copytree(tiny_run / "align", tmp_path / "align-2")
-    with pytest.raises(UsageError, match="two folders of `align`, align and align-2"):
+    with pytest.raises(UsageError, match="folders of `align`, align-1, align-2, and none is"):
         paceline.report(run_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["another", "served"])
+def test_a_second_folder_of_a_stage_changes_no_page(tiny_run, tmp_path, caplog, name):
+    """Before `evaluate` or after it in the order of names."""
+    folder = _copy(tiny_run, tmp_path / "run", "evaluate", "align")
+    page = render(gather(folder))
+    shutil.copytree(folder / "evaluate", folder / name)
+    _edit(folder, name, lambda manifest: manifest["result"].update(mode="decode"))
+    with caplog.at_level("INFO", logger="paceline"):
+        assert render(gather(folder)) == page
+    assert f"leaves out {name}" in caplog.text

@@ -43,7 +43,10 @@ def render(result: dict[str, Any]) -> Group:
 
 def _stage(stage: dict[str, Any]) -> Table:
     pairs = _PAIRS.get(stage["stage"], lambda _: [])(stage)
-    return facts(f"{stage['stage']}: {stage['status']}", pairs)
+    folder = Path(stage["folder"]).resolve().name
+    # A folder that is called otherwise may be one of several of its stage.
+    name = stage["stage"] if folder == stage["stage"] else f"{stage['stage']} ({folder})"
+    return facts(f"{name}: {stage['status']}", pairs)
 
 
 def _extracted(stage: dict[str, Any]) -> list[tuple[str, str]]:

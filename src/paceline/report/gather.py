@@ -53,21 +53,16 @@ class RunRecord:
 
 
 def gather(run_dir: Path) -> RunRecord:
-    """Read a run's folder. Raises UsageError where it holds no finished stage, or two of a kind."""
+    """Read a run's folder. Raises UsageError where it holds no finished stage, or two of a kind of
+    which none is called as the stage."""
     if not run_dir.is_dir():
         raise UsageError(f"{run_dir}: no such folder")
-    found: dict[str, StageRecord] = {}
+    of_stage: dict[str, list[StageRecord]] = {}
     for path in sorted(run_dir.glob(f"*/{MANIFEST_NAME}")):
         manifest = load_manifest(path.parent)
-        if manifest.fingerprint is None or manifest.stage == "report":
-            continue
-        if manifest.stage in found:
-            raise UsageError(
-                f"{run_dir} holds two folders of `{manifest.stage}`, "
-                f"{found[manifest.stage].name} and {path.parent.name}: a page is about one run, so "
-                "move one of them"
-            )
-        found[manifest.stage] = StageRecord(path.parent, manifest)
+        if manifest.fingerprint is not None and manifest.stage != "report":
+            of_stage.setdefault(manifest.stage, []).append(StageRecord(path.parent, manifest))
+    found = {stage: _chosen(run_dir, stage, records) for stage, records in of_stage.items()}
     if not found:
         raise UsageError(f"{run_dir} holds no finished stage of paceline")
     sizes = {name: folder_size(Path(stage.folder)) for name, stage in found.items()}
@@ -77,6 +72,20 @@ def gather(run_dir: Path) -> RunRecord:
     sizes = {name: sizes[name] for name in stages}
     log = read_log(stages["train"].folder) if "train" in stages else TrainingLog([], [])
     return RunRecord(run_dir, stages, log, _seconds(run_dir, stages), sizes, _plan(run_dir))
+
+
+def _chosen(run_dir: Path, stage: str, records: list[StageRecord]) -> StageRecord:
+    """A page is about one run: of several folders of a stage, the one that `run` gives it."""
+    chosen = next((record for record in records if record.name == stage), records[0])
+    others = [record.name for record in records if record is not chosen]
+    if others and chosen.name != stage:
+        raise UsageError(
+            f"{run_dir} holds several folders of `{stage}`, {', '.join([chosen.name, *others])}, "
+            f"and none is called {stage}: a page is about one run, so move the others"
+        )
+    if others:
+        logger.info("the page is about %s; it leaves out %s", chosen.folder, ", ".join(others))
+    return chosen
 
 
 def _far_store(train: StageRecord | None) -> tuple[StageRecord, FolderSize] | None:

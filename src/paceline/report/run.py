@@ -25,7 +25,8 @@ PAGE_FILE = "index.html"
 def run(options: ReportOptions) -> dict[str, Any]:
     """Write the page. Returns {"page": its path, "page_file", "bytes"}.
 
-    Raises UsageError where `run_dir` holds no finished stage, or two of a kind.
+    Raises UsageError where `run_dir` holds no finished stage, or two of a kind of which none is
+    called as the stage.
     """
     if options.compare:
         return _compare(options)
