@@ -153,9 +153,8 @@ def _dense_width(values: dict[str, Any]) -> int:
 
 def _weight_bytes(target: Target, plain: int, experts: int, dtype: str) -> int:
     """Of the checkpoint's files where they are there, else by the config."""
-    files = [*target.folder.glob("*.safetensors")] or [*target.folder.glob("*.bin")]
-    if files:
-        return sum(file.stat().st_size for file in files)
+    if found := target.weights.total_bytes:
+        return found
     item = getattr(torch, dtype).itemsize
     bits = _quantised_bits(json.loads((target.folder / "config.json").read_text()))
     if bits is None:
