@@ -4,6 +4,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -100,15 +101,84 @@ def test_tuples_and_lists_are_the_same_option(tmp_path):
     assert _work(tmp_path / "a", options={"betas": [0.9, 0.95]}).resumed
 
 
-def test_overwrite_starts_over(tmp_path):
+@pytest.mark.parametrize("overwrite", [True, "other"])
+def test_overwrite_starts_over_where_there_is_other_work(tmp_path, overwrite):
     folder = tmp_path / "a"
     _work(folder)
     (folder / "sub").mkdir()
     (folder / "sub" / "old.txt").write_text("old")
-    stage = _work(folder, options={"size": 9}, overwrite=True)
+    stage = _work(folder, options={"size": 9}, overwrite=overwrite)
     assert not stage.resumed
-    assert not (folder / "sub").exists()
+    assert _files(folder).keys() == {MANIFEST_NAME, "out.txt"}
     assert load_finished(folder, "align").options == {"size": 9}
+
+
+def test_overwrite_makes_finished_work_again_unless_it_is_for_other_work_alone(tmp_path):
+    folder = tmp_path / "a"
+    _work(folder)
+    (folder / "out.txt").write_text("damaged")
+    assert _work(folder, overwrite="other").resumed
+    assert (folder / "out.txt").read_text() == "damaged"
+    assert not _work(folder, overwrite=True).resumed
+    assert (folder / "out.txt").read_text() == "result"
+
+
+@pytest.mark.parametrize("overwrite", [True, "other"])
+def test_the_same_command_with_overwrite_goes_on_after_a_kill(tmp_path, overwrite):
+    """Over other work, and over the same work that was finished; what it did itself is kept."""
+    folder = tmp_path / "a"
+    for options in [OPTIONS, {"size": 9}] + [{"size": 9}] * (overwrite is True):
+        with (
+            pytest.raises(KeyboardInterrupt),
+            open_stage(folder, "align", INPUTS, options, overwrite) as stage,
+        ):
+            assert not stage.resumed
+            (folder / "half.txt").write_text(str(options))
+            raise KeyboardInterrupt
+        assert _work(folder, options=options, overwrite=overwrite).resumed
+        assert (folder / "half.txt").read_text() == str(options)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_start_over_that_was_killed_is_finished_by_the_same_command(tmp_path, after):
+    """At each call to the file system. Until the first removal the old work is whole; from then on
+    nobody takes what is left for an artefact, and only overwrite removes the rest."""
+
+    def prepare(number):
+        folder = tmp_path / str(number) / "a"
+        _work(folder)
+        (folder / "sub").mkdir()
+        (folder / "sub" / "old.txt").write_text("old")
+        return folder
+
+    def start_over(folder):
+        with open_stage(folder, "align", INPUTS, {"size": 9}, overwrite=True):
+            pass
+
+    old = {"sub/old.txt", "out.txt"}
+    num_refused = 0
+    for folder in _killed_at_each_call(prepare, start_over, after):
+        there = _files(folder)
+        if MANIFEST_NAME in there and load_manifest(folder).status == COMPLETE:
+            assert old <= there.keys() and load_manifest(folder).options == OPTIONS
+        elif MANIFEST_NAME in there:
+            assert not old & there.keys() and load_manifest(folder).options == {"size": 9}
+        elif old & there.keys():
+            num_refused += 1
+            with pytest.raises(FingerprintMismatch, match=r"was being emptied"):
+                _work(folder, options={"size": 9})
+            assert _files(folder) == there
+            with (
+                pytest.raises(UsageError, match="not of `paceline train`"),
+                open_stage(folder, "train", {}, {}, overwrite=True),
+            ):
+                pass
+            assert _files(folder) == there
+        _work(folder, options={"size": 9}, overwrite=True)
+        # The scrap of a write that was killed hurts nobody.
+        left = {name for name in _files(folder) if not re.search(r"json\.\d+\.tmp$", name)}
+        assert left == {MANIFEST_NAME, "out.txt"}
+    assert num_refused > 1
 
 
 def test_overwrite_does_not_touch_a_folder_that_is_not_ours(tmp_path):
@@ -116,6 +186,41 @@ def test_overwrite_does_not_touch_a_folder_that_is_not_ours(tmp_path):
     with pytest.raises(PacelineError, match="paceline did not make it"):
         _work(tmp_path, overwrite=True)
     assert (tmp_path / "precious.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "manifest", ['{"name": "an extension", "manifest_version": 3}', "[]", "no JSON", "\xff"]
+)
+def test_overwrite_does_not_touch_a_folder_with_a_manifest_of_another_kind(tmp_path, manifest):
+    (tmp_path / MANIFEST_NAME).write_text(manifest, encoding="latin-1")
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "a.js").write_text("years of work")
+    with pytest.raises(UsageError, match="is not of `paceline align`, so its folder is not"):
+        _work(tmp_path, overwrite=True)
+    assert (tmp_path / "src" / "a.js").read_text() == "years of work"
+    assert (tmp_path / MANIFEST_NAME).read_text(encoding="latin-1") == manifest
+
+
+def test_overwrite_does_not_touch_another_stage_s_folder(tmp_path):
+    _work(tmp_path / "a")
+    before = _files(tmp_path / "a")
+    with (
+        pytest.raises(UsageError, match="is not of `paceline train`"),
+        open_stage(tmp_path / "a", "train", {}, {}, overwrite=True),
+    ):
+        pass
+    assert _files(tmp_path / "a") == before
+
+
+@pytest.mark.parametrize("change", [{"result": {"sum": 7}}, {"schema": 0, "checksum": None}])
+def test_overwrite_removes_what_is_ours_though_damaged_or_old(tmp_path, change):
+    _work(tmp_path / "a")
+    path = tmp_path / "a" / MANIFEST_NAME
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises((StoreCorruption, UsageError)):
+        _work(tmp_path / "a")
+    assert not _work(tmp_path / "a", overwrite="other").resumed
+    assert load_finished(tmp_path / "a", "align").result == {"sum": 6}
 
 
 def test_a_folder_with_strangers_is_refused(tmp_path):

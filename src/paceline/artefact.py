@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from paceline import fingerprint
-from paceline.contracts import LOCK_NAME, MANIFEST_NAME, SCHEMA_VERSIONS
+from paceline.contracts import LOCK_NAME, MANIFEST_NAME, SCHEMA_VERSIONS, Overwrite
 from paceline.errors import (
     DiskFullError,
     FingerprintMismatch,
     LockedError,
-    PacelineError,
     StoreCorruption,
     StoreError,
     UsageError,
@@ -32,6 +31,8 @@ from paceline.errors import (
 
 RUNNING = "running"
 COMPLETE = "complete"
+# What the manifest is called in a folder that is being emptied.
+_EMPTIED_NAME = f".{MANIFEST_NAME}.tmp"
 # `_aside` and `_before` of a folder that was to be replaced.
 _LEFT_BY_A_KILL = re.compile(r"\.(.+?)(-before)?\.tmp")
 
@@ -265,18 +266,24 @@ def open_stage(
     stage: str,
     inputs: Mapping[str, Mapping[str, Any]],
     options: Mapping[str, Any],
-    overwrite: bool = False,
+    overwrite: Overwrite = False,
 ) -> Iterator[StageFolder]:
     """Own an artefact folder for the time of the `with` block.
 
-    A folder of the same work is resumed (or is `done`); one of other work is refused with the
-    differences named, unless `overwrite`. Raises LockedError while another process owns it,
-    StoreError where its file system has no locks.
+    Work of the same inputs and options goes on, or is `done`; other work is refused with the
+    differences named. `overwrite` starts over in place of a refusal, and, unless it is "other", in
+    place of `done`; unfinished work goes on all the same, so that a command with it can be killed
+    and given again. Raises LockedError while another process owns the folder, UsageError where
+    another stage or not paceline made it, StoreError where its file system has no locks.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     with _lock(folder):
-        wanted = Manifest(
+        found = _found_work(folder, stage, inputs, options, overwrite)
+        if found is not None:
+            yield StageFolder(folder, found, resumed=True)
+            return
+        begun = Manifest(
             stage=stage,
             schema=SCHEMA_VERSIONS[stage],
             status=RUNNING,
@@ -285,21 +292,36 @@ def open_stage(
             versions=fingerprint.package_versions(),
             created=_now(),
         )
-        if overwrite:
-            _empty(folder)
-        if (folder / MANIFEST_NAME).is_file():
-            found = load_manifest(folder, stage)
-            refuse_other_work(folder, found, inputs, options)
-            yield StageFolder(folder, found, resumed=True)
-            return
-        strangers = [p.name for p in folder.iterdir() if not _is_own_scrap(p)]
-        if strangers:
-            raise UsageError(
-                f"{folder} is not empty ({strangers[0]} ...) and has no {MANIFEST_NAME}: "
-                "choose a new folder, or pass overwrite to start over in this one"
-            )
-        _save(folder, wanted)
-        yield StageFolder(folder, wanted, resumed=False)
+        _save(folder, begun)
+        yield StageFolder(folder, begun, resumed=False)
+
+
+def work_to_keep(
+    read: Callable[[], Manifest],
+    where: str | Path,
+    inputs: Mapping[str, Mapping[str, Any]],
+    options: Mapping[str, Any],
+    overwrite: Overwrite,
+) -> Manifest | None:
+    """The manifest that read() finds `where`, if its work goes on or is done; None where it is to
+    be started over (see open_stage), a manifest that cannot be read too.
+
+    Raises FingerprintMismatch for other work, and what read() raises, unless `overwrite`.
+    """
+    try:
+        found = read()
+    except (UsageError, StoreCorruption):
+        if not overwrite:
+            raise
+        return None
+    lines = differences(found.inputs, _plain(inputs)) + differences(found.options, _plain(options))
+    if lines and not overwrite:
+        raise FingerprintMismatch(
+            f"{where} holds other work than what is asked for now:\n  " + "\n  ".join(lines),
+            "Choose another folder, or pass overwrite (--overwrite) to start over.",
+        )
+    starts_over = lines or (overwrite is True and found.status == COMPLETE)
+    return None if starts_over else found
 
 
 def describe_input(path: str | Path, manifest: Manifest) -> dict[str, Any]:
@@ -339,20 +361,33 @@ def _checksum(manifest: Manifest) -> str:
     return fingerprint.of_json(_plain(asdict(replace(manifest, checksum=None))))
 
 
-def refuse_other_work(
-    folder: str | Path,
-    found: Manifest,
+def _found_work(
+    folder: Path,
+    stage: str,
     inputs: Mapping[str, Mapping[str, Any]],
     options: Mapping[str, Any],
-) -> None:
-    """Raises FingerprintMismatch where a folder's work is not that of these inputs and options."""
-    lines = differences(found.inputs, _plain(inputs)) + differences(found.options, _plain(options))
-    if lines:
-        raise FingerprintMismatch(
-            f"{folder} holds other work than what is asked for now:\n  "
-            + "\n  ".join(lines)
-            + "\nChoose another folder, or pass overwrite (--overwrite) to start over."
+    overwrite: Overwrite,
+) -> Manifest | None:
+    """The work that goes on in a folder or is done; None where it is empty, or was emptied."""
+    if (folder / MANIFEST_NAME).is_file():
+        read = lambda: load_manifest(folder, stage)
+        found = work_to_keep(read, folder, inputs, options, overwrite)
+        if found is None:
+            _empty(folder, stage)
+        return found
+    if (folder / _EMPTIED_NAME).is_file():
+        if not overwrite:
+            raise FingerprintMismatch(
+                f"{folder} was being emptied, to start over, when that was stopped.",
+                "Choose another folder, or pass overwrite (--overwrite) to go on.",
+            )
+        _empty(folder, stage)
+    elif strangers := [path.name for path in folder.iterdir() if not _is_own_scrap(path)]:
+        raise UsageError(
+            f"{folder} is not empty ({strangers[0]} ...) and has no {MANIFEST_NAME}: paceline did "
+            "not make it. Choose another folder."
         )
+    return None
 
 
 @contextmanager
@@ -385,21 +420,39 @@ def _is_own_scrap(path: Path) -> bool:
     return path.name == LOCK_NAME or (path.name.startswith(".") and path.name.endswith(".tmp"))
 
 
-def _empty(folder: Path) -> None:
-    """Remove what an earlier run of paceline left; refuse to touch a folder that is not ours."""
-    entries = [p for p in folder.iterdir() if p.name != LOCK_NAME]
-    if entries and not (folder / MANIFEST_NAME).is_file():
-        raise PacelineError(
-            f"{folder} has files but no {MANIFEST_NAME}; it is not removed, since paceline did "
-            "not make it. Choose another folder."
-        )
-    # The manifest goes first: from here on nobody takes what is left for an artefact.
-    (folder / MANIFEST_NAME).unlink(missing_ok=True)
-    for entry in entries:
+def _empty(folder: Path, stage: str) -> None:
+    """Remove what an earlier run of this stage left, where its manifest says that it is this
+    stage's, whole or not.
+
+    The manifest takes another name first, so that nobody takes what is left for an artefact, and
+    goes last: after a kill it still says whose folder this is.
+    """
+    manifest, emptied = folder / MANIFEST_NAME, folder / _EMPTIED_NAME
+    _refuse_foreign(manifest if manifest.is_file() else emptied, stage)
+    if manifest.is_file():
+        os.replace(manifest, emptied)
+        fsync_folder(folder)
+    for entry in list(folder.iterdir()):
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
-        else:
-            entry.unlink(missing_ok=True)
+        elif entry.name not in (LOCK_NAME, _EMPTIED_NAME):
+            entry.unlink()
+    fsync_folder(folder)
+    emptied.unlink()
+
+
+def _refuse_foreign(manifest: Path, stage: str) -> None:
+    """Raises UsageError for a manifest that is not of this stage. A wrong checksum or an old schema
+    version does not matter: what such a folder holds is ours to remove."""
+    try:
+        found = json.loads(manifest.read_bytes())
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or found.get("stage") != stage:
+        raise UsageError(
+            f"{manifest} is not of `paceline {stage}`, so its folder is not emptied. Choose "
+            "another folder, or remove this one yourself."
+        )
 
 
 def _plain(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,11 +6,16 @@ W draft vocabulary, V logit width of the target.
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
 MANIFEST_NAME = "manifest.json"
 LOCK_NAME = ".lock"
+
+# Whether a stage may start over in a folder: where it holds other work or this work finished
+# (True), or only where it holds other work ("other").
+Overwrite = bool | Literal["other"]
 
 # Schema versions of artefact folders, by stage. A reader refuses a version that it does not know.
 SCHEMA_VERSIONS = {

@@ -61,7 +61,15 @@ class LockedError(PacelineError):
 
 
 class FingerprintMismatch(PacelineError):
-    """A folder was made from other inputs or with other options than those asked for now."""
+    """A folder was made from other inputs or with other options than those asked for now.
+
+    advice: where starting over would help, how that is asked for; it ends the message.
+    """
+
+    def __init__(self, found: str, advice: str = "") -> None:
+        super().__init__(f"{found}\n{advice}" if advice else found)
+        self.found = found
+        self.advice = advice
 
 
 class VocabularyError(PacelineError):

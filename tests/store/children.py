@@ -52,10 +52,11 @@ def with_fuse(work: Callable[[], None], burn_at: int, after: bool = False) -> Ca
                 mine, count = count, count + 1
                 if mine == burn_at and not after:
                     os.kill(os.getpid(), signal.SIGKILL)
-                result = call(*args, **kwargs)
-                if mine == burn_at:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return result
+                try:
+                    return call(*args, **kwargs)
+                finally:
+                    if mine == burn_at:
+                        os.kill(os.getpid(), signal.SIGKILL)
 
             return wrapper
 

@@ -104,7 +104,7 @@ def _stored_files(folder: Path, files: list[ForeignFile]) -> set[str]:
         if num_bytes.get(line["file"]) != line["bytes"]:
             raise FingerprintMismatch(
                 f"{line['file']} has changed since it was stored in {folder} as "
-                f"{line['sample_id']}: choose another folder, or pass overwrite to start over"
+                f"{line['sample_id']}: choose another folder, or remove this one"
             )
     return {line["file"] for line in lines}
 

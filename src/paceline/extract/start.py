@@ -64,7 +64,7 @@ def ensure_probed(
     except ProbeFailure as error:
         raise ProbeFailure(
             f"{error} {folder} was begun with another engine ({change}): go on with that one, or "
-            "start over with overwrite (--overwrite)"
+            "remove the folder to start over"
         ) from error
     write_json(folder / START_FILE, {**start, "later_engines": [*known[1:], now]})
     return now["probe"]

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from paceline.contracts import Overwrite
 from paceline.errors import UsageError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -50,7 +51,12 @@ class StageOptions(Options):
     out: str = opt(
         "", "Folder to write; in a recipe, the stage's name inside `run_dir`.", identity=False
     )
-    overwrite: bool = opt(False, "Start over where the folder holds other work.", identity=False)
+    overwrite: Overwrite = opt(
+        False,
+        "Start over where the folder holds other work, or this work finished; unfinished it goes "
+        "on. In a recipe, or as `other`: not where it is finished.",
+        identity=False,
+    )
 
 
 class TargetOptions(Options):

@@ -16,9 +16,9 @@ from paceline.artefact import (
     folder_size,
     load_manifest,
     open_stage,
-    refuse_other_work,
+    work_to_keep,
 )
-from paceline.contracts import MANIFEST_NAME
+from paceline.contracts import MANIFEST_NAME, Overwrite
 from paceline.errors import StoreError
 from paceline.progress import progress_bar
 from paceline.store.cache import default_folder
@@ -40,7 +40,7 @@ def open_local_store(
     out: str | Path,
     inputs: Mapping[str, Mapping[str, Any]],
     options: Mapping[str, Any],
-    overwrite: bool = False,
+    overwrite: Overwrite = False,
 ) -> Iterator[StageFolder]:
     """`open_stage` for a store in a folder of this machine. A finished one that does not hold what
     its manifest says, as when a damaged shard was removed, is not `done`: it goes on.
@@ -73,7 +73,7 @@ def open_store_stage(
     staging: str | None,
     inputs: Mapping[str, Mapping[str, Any]],
     options: Mapping[str, Any],
-    overwrite: bool = False,
+    overwrite: Overwrite = False,
 ) -> Iterator[StageFolder]:
     """`open_local_store` for an `out` that may be a URL. Its folder is then one in `staging`; on a
     clean exit of a finished stage it is uploaded, and goes. What was cut goes on where it was, the
@@ -86,21 +86,23 @@ def open_store_stage(
     place = Place(out)
     folder = Path(staging or default_folder() / "staging") / fingerprint.of_json(place.url)
     there = place.files()
-    if MANIFEST_NAME in there and not overwrite:
-        found = read_manifest(place)
-        refuse_other_work(place.url, found, inputs, options)
-        shutil.rmtree(folder, ignore_errors=True)
-        yield StageFolder(folder, found, resumed=True)
-        return
+    if MANIFEST_NAME in there:
+        read = lambda: read_manifest(place)
+        found = work_to_keep(read, place.url, inputs, options, overwrite)
+        if found is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            yield StageFolder(folder, found, resumed=True)
+            return
     if not (_is_made(folder) and is_claimed_for(place, there, load_manifest(folder))):
         # Before hours of work are spent on what can then not be put there.
-        refuse_taken(place, there, overwrite)
-    with open_local_store(folder, inputs, options, overwrite) as stage:
+        refuse_taken(place, there, bool(overwrite))
+    # A finished store in `staging` is one whose upload is not finished: that goes on.
+    with open_local_store(folder, inputs, options, "other" if overwrite else False) as stage:
         yield stage
         if stage.done:
             total = folder_size(folder).num_bytes
             with progress_bar("upload", total, "B") as bar:
-                upload(folder, place.url, overwrite=overwrite, advance=bar.advance)
+                upload(folder, place.url, overwrite=bool(overwrite), advance=bar.advance)
             shutil.rmtree(folder)
 
 

@@ -87,7 +87,7 @@ def refuse_taken(place: Place, there: dict[str, RemoteFile], overwrite: bool) ->
     if not overwrite:
         what = "another store" if MANIFEST_NAME in there else "a part of another upload"
         raise FingerprintMismatch(
-            f"{place} holds {what}: choose another place, or pass overwrite (--overwrite)"
+            f"{place} holds {what}.", "Choose another place, or pass overwrite (--overwrite)."
         )
 
 

@@ -3,13 +3,19 @@
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.artefact import COMPLETE, describe_growing, describe_input, load_manifest
+from paceline.artefact import (
+    COMPLETE,
+    describe_growing,
+    describe_input,
+    load_manifest,
+    work_to_keep,
+)
 from paceline.contracts import MANIFEST_NAME, TRAIN_SPLIT
-from paceline.errors import StreamError, TrainingError, UsageError
+from paceline.errors import StoreCorruption, StreamError, TrainingError, UsageError
 from paceline.recipe import TrainOptions
 from paceline.store import Follower, Store, follow
 from paceline.store.cache import Cache
@@ -30,10 +36,7 @@ def open_store(
 ) -> Iterator[tuple[Store | Follower, dict[str, Any]]]:
     """The store, and its entry among the inputs of the stage. All ranks enter."""
     order = Path(options.out) / ORDER_FILE
-
-    def look() -> tuple[bool, str | None]:
-        return order.is_file() and not options.overwrite, _status(options.store)
-
+    look = lambda: (_goes_on_with_stream(options), _status(options.store))
     began_on_stream, status = ranks.from_first(look)
     if began_on_stream or (options.follow and status != COMPLETE):
         waits = options.follow_wait_s
@@ -47,6 +50,24 @@ def open_store(
         )
     store = Store(options.store, cache=Cache(options.cache_dir, options.cache_bytes))
     yield store, describe_input(options.store, store.manifest)
+
+
+def _goes_on_with_stream(options: TrainOptions) -> bool:
+    """The training began on a stream, and does not start over."""
+    if not (Path(options.out) / ORDER_FILE).is_file():
+        return False
+    if not options.overwrite:
+        return True
+    if is_remote(options.store) or _status(options.store) is None:
+        return False
+    # A manifest that cannot be read is no work to go on with.
+    with suppress(UsageError, StoreCorruption):
+        begun = load_manifest(options.out, "train")
+        stream = describe_growing(options.store, load_manifest(options.store, "extract"))
+        inputs = {**begun.inputs, "store": stream}
+        read = lambda: begun
+        return bool(work_to_keep(read, options.out, inputs, options.identity(), options.overwrite))
+    return False
 
 
 def _status(store: str) -> str | None:
