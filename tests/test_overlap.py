@@ -1,5 +1,6 @@
 """`run` with `overlap`: extraction and training in one process, through a stream."""
 
+import re
 import threading
 
 import pytest
@@ -39,8 +40,11 @@ def recipe(tmp_path):
 
 
 def test_a_run_overlaps_extraction_and_training_and_goes_on_after_a_failure(
-    recipe, tmp_path, monkeypatch
+    recipe, tmp_path, monkeypatch, caplog
 ):
+    """Also where all stages may start over: what is unfinished goes on, what is finished stays."""
+    caplog.set_level("INFO")
+
     real_step = Trainer.step
 
     def failing_step(self, read):
@@ -51,9 +55,11 @@ def test_a_run_overlaps_extraction_and_training_and_goes_on_after_a_failure(
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "step", failing_step)
         with pytest.raises(TrainingError, match="loss is nan"):
-            paceline.run(recipe)
+            paceline.run(recipe, overwrite_from="prepare")
     assert not [t for t in threading.enumerate() if t.name.startswith("store-writer")]
-    stages = paceline.run(recipe)["stages"]
+    caplog.clear()
+    stages = paceline.run(recipe, overwrite_from="prepare")["stages"]
+    assert re.search(r"\(from step [1-9]", caplog.text)
     assert list(stages) == ["prepare", "align", "extract", "train", "evaluate", "export", "report"]
     assert stages["prepare"]["skipped"] and not stages["train"]["skipped"]
     assert stages["extract"]["result"]["accounting"]["done"] == 120
@@ -61,5 +67,6 @@ def test_a_run_overlaps_extraction_and_training_and_goes_on_after_a_failure(
     assert len(Store(tmp_path / "run/extract")) < 120
     results = stages["evaluate"]["result"]["results"]
     assert results["1"]["pooled"]["verify_steps"] > 0
-    again = paceline.run(recipe)["stages"]
-    assert all(stage["skipped"] for stage in again.values())
+    for given in ({}, {"overwrite_from": "prepare"}):
+        again = paceline.run(recipe, **given)["stages"]
+        assert all(stage["skipped"] for stage in again.values())

@@ -1,6 +1,7 @@
 """`run`: folders and target filled in, stages in order, finished ones skipped, times kept."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,43 @@ def test_changed_options_are_refused_at_their_stage_and_nothing_is_lost(tiny_run
     with pytest.raises(FingerprintMismatch, match="draft_vocab_size: was 96, now 64"):
         paceline.run(recipe, overrides=["align.draft_vocab_size=64"])
     assert {path: path.read_bytes() for path in tiny_run.rglob("*.json")} == before
+
+
+def test_a_changed_stage_and_those_after_it_are_made_anew_where_that_is_asked_for(
+    tiny_run, tmp_path, monkeypatch
+):
+    """As `run` itself advises; also by a command that is stopped, and given once too often."""
+    shutil.copytree(tiny_run, tmp_path / "run")
+    recipe = str(tiny_run.parent / "recipe.yaml")
+    changes = [f"run_dir={tmp_path / 'run'}", "train.max_steps=12"]
+    with pytest.raises(FingerprintMismatch, match=r"max_steps: was 60, now 12") as refused:
+        paceline.run(recipe, changes)
+    assert "--overwrite-from train" in str(refused.value)
+    assert "(--overwrite)" not in str(refused.value)
+
+    def stop(_options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(paceline.evaluate, "VERB", (None, stop))
+        with pytest.raises(KeyboardInterrupt):
+            paceline.run(recipe, changes, overwrite_from="train")
+    done = paceline.run(recipe, changes, overwrite_from="train")["stages"]
+    anew = ["evaluate", "export", "report"]
+    assert [name for name, stage in done.items() if not stage["skipped"]] == anew
+    assert done["train"]["result"]["steps"] == 12
+    for again in ({"overrides": changes, "overwrite_from": "generate"}, {"overrides": changes}):
+        stages = paceline.run(recipe, **again)["stages"].values()
+        assert all(stage["skipped"] for stage in stages)
+    always = [*changes, "train.overwrite=true", "report.overwrite=true"]
+    assert all(stage["skipped"] for stage in paceline.run(recipe, always)["stages"].values())
+
+
+def test_starting_over_from_a_stage_that_is_not_there_is_refused(tmp_path):
+    recipe = _recipe(run_dir=str(tmp_path / "run"), prepare={"data": ["a"]})
+    with pytest.raises(UsageError, match="the recipe has no `generate`; its stages are prepare,"):
+        paceline.run(recipe, overwrite_from="generate")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_failing_stage_keeps_those_before_it_and_the_time(tmp_path):

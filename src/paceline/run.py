@@ -17,7 +17,7 @@ from typing import Any
 
 from paceline.artefact import COMPLETE, load_manifest, write_json
 from paceline.contracts import MANIFEST_NAME
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import FingerprintMismatch, PacelineError, UsageError
 from paceline.recipe import ExtractOptions, PlanOptions, Recipe, RunOptions, StageOptions
 from paceline.stages import PLAN_FILE, TIMES_FILE, plan_stages, recipe_of
 from paceline.store import run_pair
@@ -37,7 +37,7 @@ def run(options: RunOptions) -> dict[str, Any]:
     it are finished, and the same call goes on.
     """
     recipe = recipe_of(options)
-    planned = plan_stages(recipe)
+    planned = _overwriting(plan_stages(recipe), options.overwrite_from)
     folder = Path(recipe.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     plan_path = folder / PLAN_FILE
@@ -63,9 +63,26 @@ def run(options: RunOptions) -> dict[str, Any]:
     return {"run_dir": str(folder), "stages": stages, "page": stages["report"]["result"]["page"]}
 
 
+def _overwriting(planned: dict[str, StageOptions], first: str | None) -> dict[str, StageOptions]:
+    """The stages with leave to start over from `first` on, and where the recipe gives it: in a run
+    that is for other work alone, since a finished stage is skipped, whatever its options."""
+    if first is not None and first not in planned:
+        raise UsageError(
+            f"overwrite_from: the recipe has no `{first}`; its stages are {', '.join(planned)}"
+        )
+    names = list(planned)
+    allowed = set(names[names.index(first) :] if first else ())
+    return {
+        name: stage.model_copy(update={"overwrite": "other"})
+        if name in allowed or stage.overwrite
+        else stage
+        for name, stage in planned.items()
+    }
+
+
 def _run_stage(name: str, options: StageOptions, times: "StageTimes") -> dict[str, Any]:
     module = importlib.import_module(_MODULES.get(name, f"paceline.{name}"))
-    with times.measure(name, options.out) as measured:
+    with times.measure(name, options.out) as measured, _advice_of_a_run(name):
         result = module.VERB[1](options)
     logger.info("%-9s %s", name, measured)
     return {
@@ -74,6 +91,21 @@ def _run_stage(name: str, options: StageOptions, times: "StageTimes") -> dict[st
         "skipped": measured.skipped,
         "result": result,
     }
+
+
+@contextmanager
+def _advice_of_a_run(stage: str) -> Iterator[None]:
+    """A stage that finds other work advises what its own command takes; `run` takes another."""
+    try:
+        yield
+    except FingerprintMismatch as error:
+        if not error.advice:
+            raise
+        raise FingerprintMismatch(
+            error.found,
+            f"Choose another `run_dir`, or pass overwrite_from (--overwrite-from {stage}): from "
+            "there on, stages whose folders hold other work start over.",
+        ) from error
 
 
 def _streamed(options: ExtractOptions) -> ExtractOptions:

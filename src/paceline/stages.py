@@ -6,7 +6,7 @@ from typing import Any
 from paceline.errors import UsageError
 from paceline.recipe import (
     Recipe,
-    RunOptions,
+    RecipeOptions,
     StageOptions,
     TargetOptions,
     build,
@@ -18,7 +18,7 @@ from paceline.recipe import (
 TIMES_FILE, PLAN_FILE = "run.json", "plan.json"
 
 
-def recipe_of(options: RunOptions) -> Recipe:
+def recipe_of(options: RecipeOptions) -> Recipe:
     """The recipe that the options name or hold, with their overrides. Raises UsageError."""
     if isinstance(options.recipe, Recipe):
         return override_recipe(options.recipe, options.overrides)

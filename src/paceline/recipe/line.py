@@ -1,7 +1,7 @@
 """A recipe: all stages in one file; and the verbs that read one or look at what it made."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import Field
@@ -18,7 +18,8 @@ from paceline.recipe.drafts import (
 )
 from paceline.recipe.states import ExtractOptions
 
-STAGES = ("generate", "prepare", "extract", "align", "train", "evaluate", "export", "report")
+Stage = Literal["generate", "prepare", "extract", "align", "train", "evaluate", "export", "report"]
+STAGES: tuple[str, ...] = get_args(Stage)
 
 
 class Recipe(Options):
@@ -43,8 +44,8 @@ class Recipe(Options):
     report: ReportOptions = Field(default_factory=ReportOptions)
 
 
-class RunOptions(Options):
-    """`run`: all stages of a recipe, in order; finished ones are skipped."""
+class RecipeOptions(Options):
+    """A recipe and what is to differ from it."""
 
     recipe: str | Recipe = opt("", "Recipe: a YAML file.", positional=True)
     overrides: list[str] = opt(
@@ -52,7 +53,17 @@ class RunOptions(Options):
     )
 
 
-class PlanOptions(RunOptions):
+class RunOptions(RecipeOptions):
+    """`run`: all stages of a recipe, in order; finished ones are skipped."""
+
+    overwrite_from: Stage | None = opt(
+        None,
+        "From this stage on, start over where a stage's folder holds other work. What is finished "
+        "or unfinished of the work asked for is kept.",
+    )
+
+
+class PlanOptions(RecipeOptions):
     """`plan`: bytes, files, minutes and memory of a recipe, before anything is spent."""
 
     out: str = opt("", "File for the plan; left out: `plan.json` inside `run_dir`.")
