@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from paceline.contracts import LayerPlan
 from paceline.errors import StoreCorruption, StoreError, UsageError
 from paceline.store import ShardWriter, Store, published_ids
-from paceline.store.files import INDEX_NAME
+from paceline.store.budget import let_go
+from paceline.store.files import INDEX_NAME, receipt_path
 
 from .making import assert_holds, make_sample, make_spec, states_of, write_manifest, write_store
 
@@ -110,17 +111,21 @@ def test_shards_that_come_or_go_after_the_end_are_noticed(folder: Path, tmp_path
         Store(tmp_path / "copy")
 
 
-def test_a_shard_swapped_under_an_open_store_is_not_read(folder: Path, tmp_path: Path) -> None:
-    store = Store(folder)
-    # Same sample, same size, other states.
-    spec = make_spec()
-    with ShardWriter(tmp_path / "other", spec) as writer:
+def swap_first_shard(folder: Path, aside: Path) -> None:
+    """For a whole one of the same samples and the same size with other states."""
+    store, spec = Store(folder), make_spec()
+    with ShardWriter(aside, spec) as writer:
         for record in store.records:
             if record.shard == 0:
                 sample = SAMPLES[store.records.find(record.sample_id)]
                 aux, last = states_of(sample, spec)
                 writer.add(sample, -aux, last)
-    shutil.copy(tmp_path / "other/shards/00000.safetensors", folder / "shards")
+    shutil.copy(aside / "shards/00000.safetensors", folder / "shards")
+
+
+def test_a_shard_swapped_under_an_open_store_is_not_read(folder: Path, tmp_path: Path) -> None:
+    store = Store(folder)
+    swap_first_shard(folder, tmp_path / "other")
     with pytest.raises(StoreCorruption, match="another shard than the index knows"):
         store.read(0)
 
@@ -178,6 +183,32 @@ def test_verify_names_the_shard_and_the_tensor(folder: Path) -> None:
         file.seek(8192)
         file.write(bytes([byte[0] ^ 0x40]))
     with pytest.raises(StoreCorruption, match=r"00001\.safetensors: tensor 'aux' .* checksum"):
+        Store(folder).verify()
+
+
+def test_verify_looks_at_the_receipts_of_shards_that_were_let_go(folder: Path) -> None:
+    whole = Store(folder).verify()
+    let_go(folder, 0)
+    # The index is made again, and then knows of the receipt only that it counts.
+    assert 0 < Store(folder).verify() < whole
+    path = receipt_path(folder, 0)
+    good = path.read_bytes()
+    for at in range(0, len(good), 199):
+        bad = bytearray(good)
+        bad[at] ^= 1
+        path.write_bytes(bad)
+        with pytest.raises(StoreCorruption, match=r"receipts/00000\.safetensors"):
+            Store(folder).verify()
+    path.unlink()
+    with pytest.raises(StoreCorruption, match="does not hold what its manifest says"):
+        Store(folder).verify()
+    path.write_bytes(good)
+    Store(folder).verify()
+
+
+def test_verify_does_not_go_by_the_index(folder: Path) -> None:
+    swap_first_shard(folder, folder.with_name("other"))
+    with pytest.raises(StoreCorruption, match="does not hold what its manifest says"):
         Store(folder).verify()
 
 

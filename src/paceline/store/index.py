@@ -7,7 +7,7 @@ them; where it is missing, damaged or of other shards, it is made again.
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,12 +144,7 @@ def open_index(shelf: Shelf, keep: bool = True) -> Index:
             return _load(path, shelf)
         except StoreCorruption as error:
             logger.warning("the index is made again: %s", error)
-    builder = IndexBuilder()
-    for number in shelf.shard_bytes():
-        builder.add(number, shelf.open(number))
-    for number in shelf.receipt_numbers():
-        builder.add_receipt(shelf.open_receipt(number))
-    index = builder.build()
+    index = build_index(shelf)
     if keep:
         try:
             _write(path, index)
@@ -157,6 +152,21 @@ def open_index(shelf: Shelf, keep: bool = True) -> Index:
             # A finished store may lie on a read-only medium; the index then lives in memory.
             logger.info("%s is not written (%s)", path, error)
     return index
+
+
+def build_index(shelf: Shelf, look: Callable[[Shard], None] = lambda shard: None) -> Index:
+    """The index of a store's published shards, from these and the receipts alone; `look` sees each
+    of both."""
+    builder = IndexBuilder()
+    for number in shelf.shard_bytes():
+        shard = shelf.open(number)
+        look(shard)
+        builder.add(number, shard)
+    for number in shelf.receipt_numbers():
+        receipt = shelf.open_receipt(number)
+        look(receipt)
+        builder.add_receipt(receipt)
+    return builder.build()
 
 
 def _load(path: Path, shelf: Shelf) -> Index:

@@ -21,7 +21,7 @@ from paceline.store.files import (
     remove_leftovers,
     shard_numbers,
 )
-from paceline.store.index import Index, open_index
+from paceline.store.index import Index, build_index, open_index
 from paceline.store.records import Records
 from paceline.store.remote import open_shelf
 from paceline.store.shard import Shard, open_published
@@ -206,12 +206,17 @@ class Store(ShardReader):
         return int(self.records.num_supervised[self.split(split)].sum())
 
     def verify(self) -> int:
-        """Compare everything with its checksums. Returns the number of bytes checked. Of a store
-        below a URL everything is read anew, past the cache.
+        """Compare everything with its checksums, and what all shards and receipts hold with the
+        manifest of a finished store, whatever the index says. Returns the number of bytes checked.
+        Of a store below a URL everything is read anew, past the cache.
 
-        Raises StoreCorruption that names the shard and the tensor.
+        Raises StoreCorruption that names the file and the tensor.
         """
-        return sum(self.shelf.open(number).verify() for number in self.shelf.shard_bytes())
+        checked: list[int] = []
+        index = build_index(self.shelf, lambda shard: checked.append(shard.verify()))
+        if self.manifest.status == COMPLETE:
+            _check_content(self.folder, self.manifest, index)
+        return sum(checked)
 
 
 def _check_content(folder: Path | str, manifest: Manifest, index: Index) -> None:
