@@ -209,6 +209,35 @@ def test_calls_of_tools_in_the_data_stay(tmp_path: Path, echo: EchoEngine) -> No
     assert len(echo.prompts) == 1
 
 
+CUT_CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1'}}
+
+
+@pytest.mark.parametrize(
+    ("bad", "detail"),
+    [
+        ({"content": None, "tool_calls": [CUT_CALL]}, "arguments are not JSON"),
+        ({"content": None}, "content is None, not text"),
+    ],
+)
+def test_an_answer_that_is_none_costs_its_row_alone(
+    tmp_path: Path, target: Path, echo: EchoEngine, bad: dict[str, Any], detail: str
+) -> None:
+    def answer(prompts: Any, sampling: Sampling, on_answer: Any) -> None:
+        for prompt in prompts:
+            said = bad if prompt.messages[-1]["content"] == "odd" else {"content": "fine"}
+            message = {"role": "assistant"} | said
+            on_answer(Answer(prompt.key, None, STOP, message=message))
+
+    echo.answer = answer
+    rows = [chat("q0", id="a"), chat("odd", id="b"), chat("q2", "OLD", "odd", id="c")]
+    done = Generated(tmp_path, target, rows)
+    # Answers that were written before it stay.
+    assert [(row["id"], len(row["messages"])) for row in done.rows] == [("a", 2), ("c", 2)]
+    assert done.result["skipped"] == {"no_answer": 1}
+    record = json.loads((done.folder / "answers" / "00000.json").read_text())
+    assert detail in record["skipped"][0]["detail"]
+
+
 def test_half_an_answer_ends_a_conversation(tmp_path: Path, target: Path, echo: EchoEngine) -> None:
     echo.stops = False
     [row] = Generated(tmp_path, target, [chat("q1", "OLD", "q2")]).rows

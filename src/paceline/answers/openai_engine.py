@@ -93,7 +93,7 @@ class OpenAIAnswers:
             return _refused(prompt, choice)
         ids = choice.get("token_ids")
         if ids is None:
-            message = {"role": "assistant", "content": choice["text"]}
+            message = {"role": "assistant", "content": self._part(choice, "text", str)}
             answer = Answer(prompt.key, None, choice["finish_reason"], message=message)
         else:
             answer = Answer(prompt.key, _with_end(ids, choice, sampling), choice["finish_reason"])
@@ -108,12 +108,12 @@ class OpenAIAnswers:
         choice = await self._post(client, "chat/completions", body)
         if isinstance(choice, str):
             return _refused(prompt, choice)
-        ids = choice.get("token_ids")
+        ids, message = choice.get("token_ids"), self._part(choice, "message", dict)
         answer = Answer(
             prompt.key,
             None if ids is None else _with_end(ids, choice, sampling),
             choice["finish_reason"],
-            message={k: v for k, v in choice["message"].items() if k in _MESSAGE_KEYS},
+            message={k: v for k, v in message.items() if k in _MESSAGE_KEYS},
             prompt_ids=choice.get("prompt_token_ids") if ids is not None else None,
         )
         return await self._past_end(client, prompt, sampling, answer)
@@ -207,6 +207,14 @@ class OpenAIAnswers:
         if "prompt_token_ids" not in choice and answer.get("prompt_token_ids"):
             choice["prompt_token_ids"] = answer["prompt_token_ids"]
         return choice
+
+    def _part(self, choice: dict[str, Any], name: str, kind: type) -> Any:
+        if not isinstance(choice.get(name), kind):
+            raise EngineError(
+                f"{self.url} does not answer as an OpenAI-compatible server does: {name} is "
+                f"{choice.get(name)!r} in {str(choice)[:300]}"
+            )
+        return choice[name]
 
     async def _only_model(self) -> str:
         try:

@@ -165,7 +165,12 @@ class Answerer:
             work.stopped = answer.refusal
             return
         if answer.message is not None:
-            message = canonical_message(answer.message, "the server's answer")
+            try:
+                message = canonical_message(answer.message, "the server's answer")
+            except RowError as error:
+                # Such as calls whose arguments were cut: one row's trouble, not the run's.
+                work.stopped = str(error)
+                return
         else:
             said = answer.ids[: len(answer.ids) - answer.num_past_end]
             ended = bool(said) and said[-1] in self.sampling.end_ids
