@@ -206,6 +206,27 @@ def test_ids_that_are_used_twice_are_told_apart(tmp_path: Path, target: Path) ->
     assert done.result["conversations"] == 3
 
 
+def test_no_sample_id_is_given_twice(tmp_path: Path) -> None:
+    target = chatml_target(tmp_path / "t", toys.THINK_STRIP)
+    split = chat("u1", "<think>r</think>a1", "u2", "a2", id="c")
+    rows = [
+        *[chat("q", "a", id="x")] * 3,
+        *[chat("q2", "a")] * 3,
+        chat("q3", "a", id="c#2"),
+        *[split] * 2,
+        chat("q4", "a", id="c#1"),
+    ]
+    done = Prepared(tmp_path, target, rows, deduplicate=False)
+    ids = [sample.sample_id for sample in done.samples]
+    assert len(ids) == len(set(ids)) == 12
+    assert ids[0] == "x"
+    assert [name[:2] for name in ids[1:3]] == ["x~", "x~"]
+    assert ids[6] == "c#2"
+    # Nothing of two rows has one conversation's name.
+    assert len({sample.conversation_id for sample in done.samples}) == len(rows)
+    assert done.result["conversations"] == len(rows)
+
+
 def test_conversations_of_two_sources_may_have_the_same_names(tmp_path: Path, target: Path) -> None:
     rows = [
         chat(f"q{i}", "a", conversation_id=i // 2, source=source)

@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -238,18 +239,14 @@ class Converter:
         self, content: TokenRow | Conversation, pieces: list[TokenPiece]
     ) -> list[TokenSample]:
         identity = content.identity
-        base = identity.id or content.content_hash[:16]
-        if not self.ids.add(digest(base.encode())):
-            # Ids name samples in stores; the content tells apart what the data calls the same.
-            base = f"{base}~{content.content_hash[:8]}"
-            self.ids.add(digest(base.encode()))
-        conversation_id = identity.conversation_id or base
+        name, sample_ids = self._unused_names(content, len(pieces))
+        conversation_id = identity.conversation_id or name
         self.conversations.add(digest(identity.source.encode(), conversation_id.encode()))
         split = self._split(content)
         teaches_all = self.options.train_on_prompts and split == TRAIN_SPLIT
         return [
             TokenSample(
-                sample_id=base if len(pieces) == 1 else f"{base}#{number}",
+                sample_id=sample_id,
                 input_ids=piece.input_ids,
                 loss_mask=_with_prompt(piece.loss_mask) if teaches_all else piece.loss_mask,
                 source=identity.source,
@@ -258,8 +255,24 @@ class Converter:
                 num_past_end=piece.num_past_end,
                 finished=piece.finished,
             )
-            for number, piece in enumerate(pieces, start=1)
+            for sample_id, piece in zip(sample_ids, pieces, strict=True)
         ]
+
+    def _unused_names(
+        self, content: TokenRow | Conversation, num_pieces: int
+    ) -> tuple[str, list[str]]:
+        """The row's name, and a sample_id for each of its pieces: ids name samples in stores, so
+        none is given twice. The content tells apart what the data calls the same, a number what is
+        the same."""
+        base = content.identity.id or content.content_hash[:16]
+        other = f"{base}~{content.content_hash[:8]}"
+        names = chain((base, other), (f"{other}~{number}" for number in count(2)))
+        while True:
+            name = next(names)
+            parts = [f"{name}#{number}" for number in range(1, num_pieces + 1)]
+            parts = parts if num_pieces > 1 else []
+            if all(self.ids.add(digest(i.encode())) for i in (name, *parts)):
+                return name, parts or [name]
 
     def _split(self, content: TokenRow | Conversation) -> str:
         identity = content.identity
