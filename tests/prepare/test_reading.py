@@ -118,6 +118,33 @@ def test_a_gzip_file_that_breaks_off_is_an_error_of_the_file(tmp_path: Path) -> 
         read(path)
 
 
+def test_a_damaged_gzip_file_is_an_error_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl.gz"
+    data = bytearray(gzip.compress(as_lines(ROWS * 200)))
+    for place in range(60, 80):
+        data[place] ^= 0xFF
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"rows\.jsonl\.gz cannot be read"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        (b'{"a": "\xff"}', "cannot be read.*utf-8"),
+        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "row 2 of the JSON array.*recursion"),
+        (b'{"a": ' + b"9" * 10_000 + b"}", "row 2 of the JSON array.*digits"),
+    ],
+)
+def test_what_cannot_be_read_in_an_array_is_an_error_of_the_file(
+    tmp_path: Path, bad: bytes, told: str
+) -> None:
+    path = tmp_path / "rows.json"
+    path.write_bytes(b'[{"a": 1}, ' + bad + b"]")
+    with pytest.raises(DataError, match=rf"rows\.json:? {told}"):
+        read(path)
+
+
 def test_broken_parquet_is_an_error_of_the_file(tmp_path: Path) -> None:
     path = as_parquet(tmp_path / "rows.parquet", ROWS)
     path.write_bytes(path.read_bytes()[:-20])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import paceline
 from tests.prepare import toys
 from tests.prepare.toys import Prepared, chat, chatml_target
 
@@ -128,6 +129,10 @@ ODD: list[tuple[Any, str, str]] = [
     ({"input_ids": [1, 2]}, "missing_key", "no loss_mask"),
     ({"input_ids": [1, 2], "loss_mask": [1]}, "length_mismatch", "1 values for 2"),
     ({"input_ids": [1, 2], "loss_mask": [0, 2]}, "bad_ids", "something else than 0 and 1"),
+    ({"input_ids": [1, 2], "loss_mask": [0, [1]]}, "bad_ids", "not a list of 0 and 1"),
+    ({"input_ids": [1, 2], "loss_mask": [[0], [1]]}, "bad_ids", "not a list of 0 and 1"),
+    ({"input_ids": [1, 2], "loss_mask": [0, {}]}, "bad_ids", "something else than 0 and 1"),
+    ({"input_ids": [1, 2], "loss_mask": 7}, "bad_ids", "not a list of 0 and 1"),
     ({"input_ids": [1, 2], "loss_mask": [1, 0]}, "no_supervised_tokens", "no token"),
     (
         {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 0], "num_past_end": 2},
@@ -202,6 +207,50 @@ def test_turns_after_the_last_answer_are_dropped_and_counted(tmp_path: Path, tar
 def test_empty_answers_teach_their_end_alone(tmp_path: Path, target: Path) -> None:
     done = Prepared(tmp_path, target, [chat("u1", "", "u2", "a2")])
     assert done.decoded_spans() == ["<|im_end|>", "a2<|im_end|>"]
+
+
+def test_fields_that_are_null_are_not_there(tmp_path: Path, target: Path) -> None:
+    names = ("id", "conversation_id", "source", "split", "answers", "prompt_ids", "response_ids")
+    more = ("input_ids", "loss_mask", "tools", "system", "finished", "finish_reason")
+    null = dict.fromkeys([*names, *more])
+    answer = IDS | {"num_past_end": None, "finish_reason": None}
+    rows = [
+        null | chat("q", "a"),
+        {"messages": None} | IDS,
+        null | {"messages": None, "conversations": [{"from": "gpt", "value": "b"}]},
+        {"messages": None, "answers": [answer | {"response_ids": [9, 8]}]},
+    ]
+    done = Prepared(tmp_path, target, rows)
+    assert done.skipped == []
+    assert done.decoded_spans(0) == ["a<|im_end|>"]
+    assert done.samples[1].input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert done.decoded_spans(2) == ["b<|im_end|>"]
+    assert done.samples[3].input_ids.tolist() == [1, 2, 3, 9, 8]
+
+
+@pytest.mark.parametrize("as_array", [False, True])
+def test_values_that_are_nested_deeply_cost_their_row_alone(
+    tmp_path: Path, target: Path, as_array: bool
+) -> None:
+    """Whatever reads, weighs, hashes or prints them gives up at another depth."""
+    deep = lambda depth: "[" * depth + "]" * depth
+    call = '{"name": "f", "arguments": {"a": %s}}'
+    rows = [json.dumps(chat("q", "a"))]
+    # An array in which anything is too deep for the parser is an error of its file.
+    for depth in (100, 400, 700) if as_array else (100, 400, *range(700, 980, 20), 10_000):
+        rows.append(f'{{"messages": [{{"role": "user", "content": "q", "more": {deep(depth)}}}]}}')
+        rows.append(f'{{"other": {deep(depth)}}}')
+        rows.append(f'{{"messages": "{deep(50 * depth)}"}}')
+        rows.append(f'{{"input_ids": {deep(depth)}, "loss_mask": [1]}}')
+        said = {"from": "function_call", "value": call % deep(50 * depth)}
+        rows.append(json.dumps({"conversations": [said]}))
+    data = tmp_path / "deep.jsonl"
+    data.write_text(f"[{','.join(rows)}]" if as_array else "\n".join(rows))
+    result = paceline.prepare(
+        target=str(target), data=[str(data)], out=str(tmp_path / "out"), max_skipped_share=1.0
+    )
+    assert result["rows_kept"] == 1
+    assert sum(result["skipped"].values()) == result["rows"] - 1 == len(rows) - 1
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.prepare.reading import from_json
 from paceline.prepare.rows import Identity, RowError, decoded, digest
 
 ASSISTANT = "assistant"
@@ -60,7 +61,7 @@ class Conversation:
 def conversation(row: dict[str, Any], identity: Identity) -> Conversation | None:
     """The row's conversation, None where it has none. Raises RowError."""
     for key in ("messages", "conversations", "conversation"):
-        if row.get(key) is not None:
+        if key in row:
             raw = decoded(row[key])
             break
     else:
@@ -155,7 +156,7 @@ def parse_arguments(arguments: Any, where: str) -> dict[str, Any]:
     if arguments in (None, ""):
         return {}
     try:
-        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+        value = from_json(arguments) if isinstance(arguments, str) else arguments
     except ValueError as error:
         raise RowError("bad_tool_call", f"{where}: arguments are not JSON: {error}") from error
     if not isinstance(value, dict):
@@ -166,7 +167,7 @@ def parse_arguments(arguments: Any, where: str) -> dict[str, Any]:
 def _called_in_text(content: Any, where: str) -> list[dict[str, Any]]:
     """ShareGPT's `function_call` turns hold the call as JSON text."""
     try:
-        calls = json.loads(_text(content, where))
+        calls = from_json(_text(content, where))
     except ValueError as error:
         raise RowError("bad_tool_call", f"{where} is not a JSON call: {error}") from error
     calls = calls if isinstance(calls, list) else [calls]
@@ -201,3 +202,5 @@ def _hash(value: Any) -> str:
     except UnicodeEncodeError as error:
         # JSON can say half a surrogate pair; no tokenizer can read it.
         raise RowError("invalid_text", f"the messages hold what is no text: {error}") from error
+    except RecursionError as error:
+        raise RowError("bad_field", "messages or tools are nested too deeply") from error

@@ -8,6 +8,7 @@ import codecs
 import glob
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,13 +39,21 @@ class RawRow:
     payload: bytes | dict[str, Any]
 
     def parse(self) -> Any:
-        """The row's value. Raises ValueError where it is not JSON or not UTF-8."""
-        return json.loads(self.payload) if isinstance(self.payload, bytes) else self.payload
+        """The row's value. Raises ValueError as `from_json` does."""
+        return from_json(self.payload) if isinstance(self.payload, bytes) else self.payload
 
     @property
     def num_bytes(self) -> int:
         """Size, near enough to bound the memory of a batch of rows."""
         return len(self.payload) if isinstance(self.payload, bytes) else _weigh(self.payload)
+
+
+def from_json(text: bytes | str) -> Any:
+    """The value. Raises ValueError where it is not JSON, not UTF-8, or too deep to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
 
 
 def find_files(patterns: Iterable[str]) -> list[Path]:
@@ -83,7 +92,7 @@ def read_rows(files: Iterable[Path]) -> Iterator[RawRow]:
     for path in files:
         try:
             yield from _read_file(path)
-        except (OSError, EOFError, pa.ArrowException) as error:
+        except (OSError, EOFError, zlib.error, UnicodeError, pa.ArrowException) as error:
             raise DataError(f"{path} cannot be read: {error}") from error
 
 
@@ -157,6 +166,8 @@ def _read_array(path: Path, file: IO[bytes]) -> Iterator[RawRow]:
                 ) from error
             text += more
             continue
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}: row {number + 1} of the JSON array: {error}") from error
         number += 1
         yield RawRow(path, number, value)
         text = text[end:]
@@ -186,12 +197,18 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _weigh(value: Any) -> int:
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(_weigh, value.values()))
-    if isinstance(value, list):
-        if value and isinstance(value[0], int):
-            return 6 * len(value)
-        return sum(map(_weigh, value))
-    return 8
+    # Without recursion: what was read may be nested as deep as Python's stack.
+    num_bytes, waiting = 0, [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            num_bytes += len(value)
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list) and value and isinstance(value[0], int):
+            num_bytes += 6 * len(value)
+        elif isinstance(value, list):
+            waiting += value
+        else:
+            num_bytes += 8
+    return num_bytes

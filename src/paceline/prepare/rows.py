@@ -4,7 +4,6 @@ Nothing is rendered here. What is wrong with a row is a RowError with a reason f
 """
 
 import hashlib
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from paceline.answers.engine import is_whole
 from paceline.contracts import HELDOUT_SPLIT, TOKEN_DTYPE, TRAIN_SPLIT
 from paceline.errors import DataError
-from paceline.prepare.reading import RawRow
+from paceline.prepare.reading import RawRow, from_json
 
 _ID_KEYS = ("id", "sample_id", "question_id")
 
@@ -68,21 +67,25 @@ def digest(*parts: bytes) -> str:
 
 
 def parse_row(row: RawRow) -> dict[str, Any]:
-    """The row as an object. Raises RowError where it is none."""
+    """The row as an object; a field that is null is not there. Raises RowError."""
     try:
         values = row.parse()
     except ValueError as error:
         raise RowError("invalid_json", f"not JSON: {error}") from error
     if not isinstance(values, dict):
         raise RowError("invalid_json", f"a {type(values).__name__}, not an object")
-    return values
+    return _present(values)
+
+
+def _present(values: dict[str, Any]) -> dict[str, Any]:
+    # Writers of tables give every row all fields, and null where it has none.
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def identify(row: dict[str, Any], default_source: str) -> Identity:
-    row_id = next((row[key] for key in _ID_KEYS if row.get(key) is not None), "")
+    row_id = next((row[key] for key in _ID_KEYS if key in row), "")
     # Not the id: two files may both number their rows from 1.
-    conversation = row.get("conversation_id")
-    conversation = "" if conversation is None else conversation
+    conversation = row.get("conversation_id", "")
     for name, value in (("id", row_id), ("conversation_id", conversation)):
         if not isinstance(value, str | int):
             raise RowError("bad_field", f"{name} is {value!r}, not a string or a number")
@@ -97,11 +100,11 @@ def identify(row: dict[str, Any], default_source: str) -> Identity:
 
 def token_row(row: dict[str, Any], identity: Identity, vocab_size: int) -> TokenRow | None:
     """The row's exact token ids, None where it has none. Raises RowError."""
-    if row.get("answers") is not None:
+    if "answers" in row:
         answers = decoded(row["answers"])
         if not isinstance(answers, list) or not all(isinstance(a, dict) for a in answers):
             raise RowError("bad_field", "answers is not a list of objects")
-        pieces = _joined([_answer(answer, vocab_size) for answer in answers])
+        pieces = _joined([_answer(_present(answer), vocab_size) for answer in answers])
     elif "response_ids" in row:
         pieces = [_answer(row, vocab_size)]
     elif "input_ids" in row:
@@ -180,14 +183,10 @@ def told_finished(row: dict[str, Any]) -> bool | None:
 
 
 def _ids(row: dict[str, Any], name: str, vocab_size: int) -> np.ndarray:
-    values = decoded(row.get(name))
-    if values is None:
+    if name not in row:
         raise RowError("missing_key", f"the row has no {name}")
-    try:
-        array = np.asarray(values) if isinstance(values, list) else None
-    except ValueError:  # lists of different lengths inside
-        array = None
-    if array is None or array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
+    array = _flat(decoded(row[name]))
+    if array is None or (len(array) and array.dtype.kind not in "iu"):
         raise RowError("bad_ids", f"{name} is not a list of whole numbers")
     outside = np.flatnonzero((array < 0) | (array >= vocab_size))
     if len(outside):
@@ -200,24 +199,34 @@ def _ids(row: dict[str, Any], name: str, vocab_size: int) -> np.ndarray:
 
 
 def _mask(row: dict[str, Any], num_tokens: int) -> np.ndarray:
-    values = decoded(row.get("loss_mask"))
-    if values is None:
+    if "loss_mask" not in row:
         raise RowError("missing_key", "the row has input_ids but no loss_mask")
-    array = np.asarray(values) if isinstance(values, list) else np.empty(0)
-    if array.shape != (num_tokens,):
+    array = _flat(decoded(row["loss_mask"]))
+    if array is None:
+        raise RowError("bad_ids", "loss_mask is not a list of 0 and 1")
+    if len(array) != num_tokens:
         raise RowError(
-            "length_mismatch", f"loss_mask has {array.size} values for {num_tokens} input_ids"
+            "length_mismatch", f"loss_mask has {len(array)} values for {num_tokens} input_ids"
         )
-    if array.size and not np.isin(array, (0, 1)).all():
+    if len(array) and not np.isin(array, (0, 1)).all():
         raise RowError("bad_ids", "loss_mask holds something else than 0 and 1")
     return array.astype(bool)
+
+
+def _flat(values: Any) -> np.ndarray | None:
+    """A list of single values as an array [N]; None for anything else."""
+    try:
+        array = np.asarray(values) if isinstance(values, list) else None
+    except ValueError:  # lists of different lengths inside
+        return None
+    return array if array is not None and array.ndim == 1 else None
 
 
 def decoded(value: Any) -> Any:
     """A value, parsed where it is JSON text: some tables keep lists so."""
     if isinstance(value, str):
         try:
-            return json.loads(value)
+            return from_json(value)
         except ValueError:
             return value
     return value

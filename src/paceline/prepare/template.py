@@ -30,6 +30,7 @@ _TEMPLATE_ERRORS = (
     LookupError,
     AttributeError,
     ArithmeticError,
+    RecursionError,
 )
 
 Tools = list[dict[str, Any]] | None
