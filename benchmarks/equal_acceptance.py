@@ -37,9 +37,10 @@ from paceline.recipe import DraftOptions, TrainOptions, build
 from paceline.store import PackedReader, Store
 from paceline.store.packing import iterate_packed
 from paceline.target.spec import Target, TargetReference
-from paceline.train.batches import StepPlan
+from paceline.train.balance import RankShare
 from paceline.train.run import aux_rms
 from paceline.train.schedule import learning_rate
+from paceline.train.source import plan_of
 from paceline.train.start import new_draft
 from paceline.vocab import load_vocabulary
 
@@ -167,7 +168,7 @@ def train_all(
 
 
 def own_start(options: argparse.Namespace, setup: Setup, store: Store, seed: int) -> Any:
-    plan = StepPlan(store, 1, options.tokens, 1, seed)
+    plan = plan_of(TrainOptions(seed=seed), store, RankShare())
     return new_draft(setup.config, setup.vocabulary, setup.target, aux_rms(plan), seed, True, False)
 
 

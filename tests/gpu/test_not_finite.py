@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 def test_the_guilty_step_is_kept_and_replayed(tmp_path, steps_after, optimiser):
     extracted(tmp_path)
     store = Store(tmp_path / "store")
-    steps = samples_of_steps(store)
+    steps = samples_of_steps(store, max_steps=None)
     guilty = len(steps) - 1 - steps_after
     bad, _ = poison(store, steps[guilty][-1])
     options = {"device": "cuda", "log_every": 1000, "checkpoint_every": guilty, "epochs": 1.0}

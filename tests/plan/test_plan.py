@@ -13,6 +13,7 @@ from paceline.dataset import TokenDataset
 from paceline.errors import DataError, TargetError, UsageError
 from paceline.recipe import load_recipe
 from paceline.stages import plan_stages
+from paceline.store import Store
 from tests.lines import TINY_LAYERS, extracted, trained, write_rows
 from tests.plan.configs import KIMI_K25, QWEN3_8B, write_config
 from tests.targets import save_target
@@ -126,6 +127,16 @@ def test_a_sample_stands_for_all_rows(tmp_path):
     assert closer["data"]["tokens"] == lengths.sum()
 
 
+def test_a_training_has_the_planned_steps_where_answers_are_longer_than_a_step(tmp_path):
+    extracted(tmp_path)
+    recipe = _recipe(tmp_path, train={"dtype": "float32", "batch_rows": 7})
+    planned = paceline.plan(recipe, flops=1e12)["stages"]["train"]["how"]["seconds"]
+    made = trained(tmp_path, max_steps=None, epochs=1.0, batch_rows=7)["steps"]
+    assert planned.startswith(f"{made} steps ")
+    supervised = Store(tmp_path / "store").expected_rows("train")
+    assert made < 0.8 * supervised / 7
+
+
 def test_measured_rates_are_of_the_real_stages_and_tell_what_lossless_saves(tmp_path):
     store = extracted(tmp_path, codec="lossless")
     extract = {"layers": TINY_LAYERS, "codec": "lossless", "dtype": "float32"}
@@ -209,8 +220,8 @@ def test_qwen3_8b_is_planned_for_one_gpu_of_80_gb(tmp_path):
     layer = 8192 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288
     draft = 3 * 4096 * 4096 + layer + 32_000 * 4096
     assert stages["export"]["bytes"] == pytest.approx(2 * draft, rel=0.01)
-    steps = round(60_000 * 600 * 0.98 * 3 / 4096)
-    assert f"{steps:,} steps" in stages["train"]["how"]["seconds"]
+    steps = 60_000 * 600 * 0.98 * 3 // 4096
+    assert f"{steps:,.0f} steps" in stages["train"]["how"]["seconds"]
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda p: p.name)

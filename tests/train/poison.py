@@ -26,8 +26,8 @@ def poison(store, index):
     return record.sample_id, shard.path
 
 
-def samples_of_steps(store):
-    """Store indices of each optimiser step of `trained` over one epoch."""
-    options = TrainOptions(batch_rows=60, micro_batch_tokens=128)
-    plan, total = plan_of(options, store, RankShare())
-    return [[i for group in step.groups for i in group] for step in plan.steps(0, total)]
+def samples_of_steps(store, max_steps):
+    """Store indices of each optimiser step of `trained`; max_steps None: of one epoch."""
+    options = TrainOptions(batch_rows=60, max_steps=max_steps, micro_batch_tokens=128)
+    steps = plan_of(options, store, RankShare()).steps(0)
+    return [[i for group in step.groups for i in group] for step in steps]

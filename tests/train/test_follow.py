@@ -52,7 +52,7 @@ def test_a_pair_trains_on_more_than_its_budget_holds(folder: Path, undisturbed: 
     planned = store.manifest.result["planned"]
     assert len(store.split("heldout")) == planned["heldout"]["samples"] > 0
     manifest = json.loads((undisturbed / "manifest.json").read_text())
-    assert manifest["result"]["steps"] == round(planned["train"]["supervised"] / 100)
+    assert manifest["result"]["steps"] == planned["train"]["supervised"] // 100
     assert manifest["result"]["heldout"]["rows"][0] > 0
     losses = curve(undisturbed)
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
@@ -95,10 +95,19 @@ def test_two_ranks_follow_as_one_does(folder: Path, undisturbed: Path, tmp_path:
 
 
 def test_a_stream_that_fits_serves_several_epochs(folder: Path, tmp_path: Path) -> None:
-    pair = (folder, tmp_path / "store")
+    pair, out = (folder, tmp_path / "store"), tmp_path / "draft"
     extracting = start_extract(*pair, stream_bytes=None, shard_bytes=50_000)
-    assert wait(start_train(*pair, tmp_path / "draft", epochs=2.0), extracting) == [0, 0]
-    assert len(Store(tmp_path / "store")) == 150
+    training = start_train(*pair, out, epochs=2.0, batch_rows=16, min_lr_ratio=0.0)
+    assert wait(training, extracting) == [0, 0]
+    store = Store(tmp_path / "store")
+    assert len(store) == 150
+    # Most answers are longer than a step's rows: the steps are told beforehand all the same.
+    answers = [store.records[i].num_supervised for i in store.split("train").tolist()]
+    steps = 2 * sum(min(answer, 16) for answer in answers) // 16
+    assert steps < 0.9 * 2 * sum(answers) / 16
+    rates = [record["learning_rate"] for record in read_log(out).train]
+    assert len(rates) == steps
+    assert rates[-1] < 1e-3 * max(rates)
 
 
 def test_a_budget_in_which_two_epochs_do_not_fit_is_said(folder: Path, tmp_path: Path) -> None:

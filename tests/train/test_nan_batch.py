@@ -87,7 +87,7 @@ def test_the_guilty_step_is_kept_where_it_is_found_a_step_later(line, monkeypatc
     monkeypatch.setattr(checkpoint, "_KEPT", 3)
     clean = trained(line, "clean", max_steps=None, epochs=1.0, checkpoint_every=1)
     guilty = clean["steps"] - 1 - steps_after
-    samples = samples_of_steps(store)[guilty]
+    samples = samples_of_steps(store, max_steps=None)[guilty]
     sample, _ = poison(store, samples[-1])
     monkeypatch.setitem(optimiser.OPTIMISERS, "adamw", LateAdamW)
     _, record = stopped(line, log_every=1000, checkpoint_every=1000)

@@ -1,6 +1,9 @@
 """The stage: a broken run and an unbroken one end with the same weights, bad inputs are refused."""
 
 import json
+import logging
+import math
+import re
 import shutil
 
 import pytest
@@ -98,6 +101,21 @@ def test_training_lowers_the_loss_and_a_finished_run_is_not_repeated(line, tmp_p
     before = (tmp_path / "run" / "draft.safetensors").stat().st_mtime_ns
     assert trained(line, str(tmp_path / "run"), max_steps=40) == first
     assert (tmp_path / "run" / "draft.safetensors").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("length", [{"max_steps": None, "epochs": 0.5}, {"max_steps": 40}], ids=str)
+def test_answers_longer_than_a_step_end_no_run_early(line, tmp_path, caplog, length):
+    caplog.set_level(logging.INFO)
+    trained(line, str(tmp_path / "run"), batch_rows=5, min_lr_ratio=0.0, log_every=1, **length)
+    seen = records(tmp_path / "run")
+    planned = int(re.search(r"train: (\d+) optimiser steps", caplog.text)[1])
+    assert sorted(seen) == list(range(planned))
+    assert planned == length["max_steps"] or length["max_steps"] is None
+    # A cosine to zero, warm-up apart: it is at its end.
+    assert seen[planned - 1][1] == pytest.approx(
+        4e-3 * (math.pi / 2 / (planned - 2)) ** 2, rel=0.05
+    )
+    assert "ended after" not in caplog.text
 
 
 def test_other_options_for_a_finished_folder_are_refused_by_name(line, tmp_path):

@@ -1,4 +1,4 @@
-"""In which order samples are captured, and what a training that reads along is told beforehand."""
+"""In which order samples are captured, and in shards of which size."""
 
 from collections.abc import Sequence
 
@@ -20,16 +20,6 @@ def capture_order(samples: Sequence[TokenSample]) -> list[list[TokenSample]]:
     training = [s for s in samples if s.split == TRAIN_SPLIT]
     training.sort(key=lambda s: id_hash(s.sample_id.encode()))
     return [group for group in (heldout, training) if group]
-
-
-def planned(samples: Sequence[TokenSample]) -> dict[str, dict[str, int]]:
-    """For each split the samples and supervised tokens that are to be stored."""
-    found: dict[str, dict[str, int]] = {}
-    for sample in samples:
-        of_split = found.setdefault(sample.split, {"samples": 0, "supervised": 0})
-        of_split["samples"] += 1
-        of_split["supervised"] += sample.num_supervised
-    return found
 
 
 def shard_bytes_of(options: ExtractOptions) -> int:

@@ -17,13 +17,14 @@ from paceline.device import choose_device, choose_dtype, dtype_name
 from paceline.errors import DataError, DiskFullError, EngineError, UsageError
 from paceline.extract.engine import Engine, open_engine
 from paceline.extract.guards import Guards, unusable
-from paceline.extract.order import capture_order, kept_bytes, planned, shard_bytes_of
+from paceline.extract.order import capture_order, kept_bytes, shard_bytes_of
 from paceline.extract.quarantine import Quarantine
 from paceline.extract.sink import FLAGS_PATTERN, QUARANTINE_PATTERN, Destination, read_lines
 from paceline.extract.start import START_FILE, ensure_probed, read_start
 from paceline.progress import progress_bar
 from paceline.recipe import ExtractOptions
 from paceline.store import StoreSpec, content_fingerprint, published_ids, stream_writer
+from paceline.store.announced import announcement
 from paceline.store.files import published_bytes
 from paceline.store.place import is_remote
 from paceline.store.sizes import store_size
@@ -97,7 +98,7 @@ def _extract(
     announced = {
         "target": asdict(target.reference),
         "store": spec.to_dict(),
-        "planned": planned(samples),
+        "planned": announcement(samples),
         "chat_template_kwargs": data.manifest.result["chat_template_kwargs"],
     }
     stage.announce(announced)

@@ -68,8 +68,10 @@ class DataSample:
         total = sum(s.num_tokens for s in self.samples)
         return sum(s.num_tokens**2 for s in self.samples) / total / 2 if total else 0.0
 
-    def num_supervised_in(self, split: str) -> int:
-        return round(self.scale * sum(s.num_supervised for s in self.samples if s.split == split))
+    def num_supervised_in(self, split: str, at_most: int | None = None) -> int:
+        """Supervised tokens of a split, of each sample at most so many."""
+        lengths = [s.num_supervised for s in self.samples if s.split == split]
+        return round(self.scale * sum(min(length, at_most or length) for length in lengths))
 
     def num_samples_in(self, split: str) -> int:
         return round(self.scale * sum(s.split == split for s in self.samples))

@@ -8,6 +8,7 @@ from paceline.plan.data import DataSample
 from paceline.plan.shape import TargetShape
 from paceline.plan.sizes import DraftShape
 from paceline.recipe import EvaluateOptions, PlanOptions, TrainOptions
+from paceline.train.length import RunLength
 
 # Shares of the rate of large matrix products that the work is taken to reach where nothing was
 # measured: estimates, so that such times are right to a factor of about two.
@@ -100,9 +101,9 @@ def extract_time(
 
 
 def train_steps(options: TrainOptions, data: DataSample) -> int:
-    """Optimiser steps of the run; the same rounding as `train`."""
-    rows = data.num_supervised_in(TRAIN_SPLIT)
-    return options.max_steps or max(1, round(rows * options.epochs / options.batch_rows))
+    """Optimiser steps of the run, as `train` counts them."""
+    epoch_rows = data.num_supervised_in(TRAIN_SPLIT, options.batch_rows)
+    return RunLength.of(options, epoch_rows).num_steps
 
 
 def train_time(

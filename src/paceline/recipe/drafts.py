@@ -92,7 +92,10 @@ class TrainOptions(StageOptions, TargetOptions, CacheOptions):
     epochs: float = opt(1.0, "Passes over the supervised rows.", gt=0)
     max_steps: int | None = opt(None, "Optimiser steps; takes the place of `epochs`.", ge=1)
     batch_rows: int = opt(
-        1024, "Supervised rows in one optimiser step, over all ranks and accumulation.", ge=1
+        1024,
+        "Supervised rows in one optimiser step on average, over all ranks and accumulation; an "
+        "answer that has more is a step's worth and makes its step longer.",
+        ge=1,
     )
     micro_batch_tokens: int = opt(
         16384, "Most tokens in one forward pass; more are accumulated.", identity=False, ge=1

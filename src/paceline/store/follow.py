@@ -22,6 +22,7 @@ import numpy as np
 from paceline.artefact import COMPLETE, Manifest, write_json
 from paceline.contracts import TRAIN_SPLIT
 from paceline.errors import StreamError
+from paceline.store.announced import announced_rows
 from paceline.store.budget import RESTART, mark_consumed
 from paceline.store.files import (
     aside_numbers,
@@ -126,9 +127,10 @@ class Follower(ShardReader):
                 indices = self.split(split)
                 yield indices[(indices >= window.start) & (indices < window.stop)]
 
-    def expected_rows(self, split: str) -> int:
-        """Supervised tokens that the whole store will have, or a few more: bad samples count."""
-        return self.manifest.result["planned"].get(split, {}).get("supervised", 0)
+    def expected_rows(self, split: str, at_most: int | None = None) -> int:
+        """Supervised tokens that the whole store will have, of each sample at most so many (see
+        `announced_rows`); or a few more: bad samples count."""
+        return announced_rows(self.manifest.result["planned"].get(split, {}), at_most)
 
     def release(self, num_windows: int) -> None:
         """The first windows (pauses not counted) will not be read again, whatever comes: their

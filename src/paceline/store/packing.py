@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from paceline.store.reader import Store
+from paceline.store.records import teaching
 
 # Blocks of neighbouring samples are shuffled over the whole store, then single samples within a
 # window: what is read at a time lies together on the disk, and the mixing is still global.
@@ -29,11 +30,10 @@ def iterate_packed(
 ) -> Iterator[list[int]]:
     """Batches of sample indices of one epoch, each of at most `max_tokens` tokens.
 
-    A sample that is longer than max_tokens is a batch of its own; samples without a supervised
-    token are left out. Batch i goes to rank i % world_size; `start` counts batches over all ranks.
+    A sample that is longer than max_tokens is a batch of its own; samples that teach nothing are
+    left out. Batch i goes to rank i % world_size; `start` counts batches over all ranks.
     """
-    order = shuffled(store.split(split), seed, epoch)
-    order = order[store.records.num_supervised[order] > 0]
+    order = teaching(store.records, shuffled(store.split(split), seed, epoch))
     for number, batch in enumerate(cut(order, store.records.num_tokens, max_tokens)):
         if number >= start and number % world_size == rank:
             yield batch

@@ -22,7 +22,7 @@ from paceline.store.files import (
     shard_numbers,
 )
 from paceline.store.index import Index, build_index, open_index
-from paceline.store.records import Records
+from paceline.store.records import Records, teaching
 from paceline.store.remote import open_shelf
 from paceline.store.shard import Shard, open_published
 from paceline.store.shelf import LocalShelf, Shelf
@@ -201,9 +201,11 @@ class Store(ShardReader):
             return numbers
         return [n for n in numbers if split in self.shelf.open_receipt(n).columns["split"]]
 
-    def expected_rows(self, split: str) -> int:
-        """Supervised tokens of a split."""
-        return int(self.records.num_supervised[self.split(split)].sum())
+    def expected_rows(self, split: str, at_most: int | None = None) -> int:
+        """Supervised tokens of the samples of a split that teach, of each sample at most so
+        many."""
+        lengths = self.records.num_supervised[teaching(self.records, self.split(split))]
+        return int(np.minimum(lengths, at_most or lengths.max(initial=0)).sum())
 
     def verify(self) -> int:
         """Compare everything with its checksums, and what all shards and receipts hold with the

@@ -150,5 +150,10 @@ class ChosenRecords(Sequence[SampleRecord]):
         return [0, *np.cumsum(self._records.columns[count][self._indices], dtype=np.int64).tolist()]
 
 
+def teaching(records: Records, indices: np.ndarray) -> np.ndarray:
+    """Those of the samples that teach a row: with a supervised token that is not their first."""
+    return indices[records.num_aux_rows[indices] > 0]
+
+
 def id_hash(sample_id: bytes) -> np.int64:
     return np.frombuffer(bytes.fromhex(checksum.of(sample_id))[:8], dtype=np.int64)[0]

@@ -11,7 +11,9 @@ import numpy as np
 from paceline.contracts import TRAIN_SPLIT
 from paceline.store import Follower, Store
 from paceline.store.packing import cut, shuffled
+from paceline.store.records import teaching
 from paceline.train.balance import RankShare
+from paceline.train.length import RunLength
 
 
 @dataclass(frozen=True)
@@ -34,22 +36,23 @@ class Step:
 class StepPlan:
     """Cuts the samples of a store into optimiser steps.
 
-    A step takes samples until it holds `batch_rows` supervised rows; `share` of them is this
-    rank's, in micro-batches of at most `micro_batch_tokens` rows with states. num_epochs: passes
-    over the samples; they follow each other without a border, and the last step takes what is left.
+    A step takes samples until it has its part of the run's rows; `share` of them is this rank's, in
+    micro-batches of at most `micro_batch_tokens` rows with states. num_epochs: passes over the
+    samples, at least as many as the run needs; they follow each other without a border.
     """
 
     store: Store | Follower
-    batch_rows: int
+    length: RunLength
     micro_batch_tokens: int
     num_epochs: int
     seed: int
     share: RankShare = field(default_factory=RankShare)
 
-    def steps(self, start: int, stop: int) -> Iterator[Step]:
-        """Optimiser steps start, start + 1, ... below `stop`, as far as there are samples; pauses
-        in between. Nothing of the steps before is read."""
-        if start >= stop:
+    def steps(self, start: int) -> Iterator[Step]:
+        """Optimiser steps start, start + 1, ... to the end of the run, pauses in between. Nothing
+        of the steps before is read. Of a stream that has less than it announced the last step takes
+        what is left, and steps are missing only where nothing is."""
+        if start >= self.length.num_steps:
             return
         number, samples, num_rows, num_windows = 0, [], 0, 0
         for window, sample in self._order():
@@ -59,14 +62,14 @@ class StepPlan:
                 continue
             samples.append(sample)
             num_windows = window if len(samples) == 1 else num_windows
-            num_rows += int(self.store.records.num_supervised[sample])
-            # Rows beyond a step's share count for the next one, so that steps are even on average.
-            if num_rows >= self.batch_rows:
-                num_rows -= self.batch_rows
+            supervised = int(self.store.records.num_supervised[sample])
+            num_rows += min(supervised, self.length.batch_rows)
+            # Counted from the first step on: what one has too many of, the next one has less of.
+            if num_rows >= self.length.end(number):
                 if number >= start:
                     yield self._step(number, samples, window)
                 number, samples = number + 1, []
-                if number == stop:
+                if number == self.length.num_steps:
                     return
         if samples and number >= start:
             yield self._step(number, samples, window)
@@ -78,10 +81,15 @@ class StepPlan:
         own = self.share.of(np.array(samples, np.int64), records)
         return list(cut(own, records.num_aux_rows, self.micro_batch_tokens))
 
+    def rows_per_step(self) -> float:
+        """Mean supervised rows of a step: more than `batch_rows` where samples have more."""
+        expected = self.store.expected_rows
+        counted = expected(TRAIN_SPLIT, self.length.batch_rows)
+        return self.length.num_rows / self.length.num_steps * expected(TRAIN_SPLIT) / counted
+
     def num_samples(self) -> int:
         """Samples to learn from, as far as they are known."""
-        samples = self.store.split(TRAIN_SPLIT)
-        return int((self.store.records.num_supervised[samples] > 0).sum())
+        return len(teaching(self.store.records, self.store.split(TRAIN_SPLIT)))
 
     def first_samples(self, count: int) -> list[int]:
         """The samples that training reads first, of one window: a stream may not hold more."""
@@ -108,5 +116,4 @@ class StepPlan:
                 yield number, sample
 
     def _shuffled(self, samples: np.ndarray, epoch: int) -> list[int]:
-        supervised = samples[self.store.records.num_supervised[samples] > 0]
-        return shuffled(supervised, self.seed, epoch).tolist()
+        return shuffled(teaching(self.store.records, samples), self.seed, epoch).tolist()

@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 @dataclass
 class Trainer:
     """Everything that one run moves. frozen: weights that it does not, float32 on the CPU.
-    total_steps: optimiser steps of the whole run. in_doubt: the step that the optimiser was given
-    last, the one to blame where it finds what is not finite."""
+    in_doubt: the step that the optimiser was given last, the one to blame where it finds what is
+    not finite."""
 
     draft: Draft
     frozen: dict[str, torch.Tensor]
@@ -42,11 +42,15 @@ class Trainer:
     store: Store | Follower
     plan: StepPlan
     options: TrainOptions
-    total_steps: int
     dtype: torch.dtype
     ranks: Ranks
     parallel: Alone
     in_doubt: Step | None = field(init=False, default=None)
+
+    @property
+    def total_steps(self) -> int:
+        """Optimiser steps of the whole run."""
+        return self.plan.length.num_steps
 
     def ttt_steps(self, step: int) -> int:
         """TTT steps at an optimiser step: one during the warm-up share, then all."""
@@ -55,7 +59,7 @@ class Trainer:
 
     def run(self, start: int) -> Iterator[tuple[Step, dict[str, Any] | None]]:
         """Optimiser steps from `start` to the end, each with its record; a pause has none."""
-        steps = self.plan.steps(start, self.total_steps)
+        steps = self.plan.steps(start)
         for read in read_steps(self.store, steps, self.ranks.device):
             yield read.step, self.step(read) if read.step.groups else None
 

@@ -131,9 +131,9 @@ def _train(
         )
     )
     share = RankShare.of_draft(config, options.ttt_steps, ranks.number, ranks.count)
-    plan, total_steps = plan_of(options, store, share)
+    plan = plan_of(options, store, share)
     if stage is not None:
-        stage.announce({"steps": total_steps})
+        stage.announce({"steps": plan.length.num_steps})
     if not (folder / START_FILE).is_file():
         # For the first shard of a stream each rank waits by itself, as long as it takes: those that
         # wait for another rank do so for ten minutes.
@@ -144,15 +144,15 @@ def _train(
     draft = earlier
     if draft is None:
         draft = _new_draft(options, config, start, vocabulary, target)
-    trainer = _build(options, ranks, store, plan, total_steps, draft, vocabulary, target, dtype)
+    trainer = _build(options, ranks, store, plan, draft, vocabulary, target, dtype)
     next_step = load_checkpoint(folder, trainer.optimiser, ranks)
     products = product_flops(ranks.device, dtype)
     reset_peak(ranks.device)
     logger.info(
-        "train: %d optimiser steps of %d rows (from step %d), %s on %s (%.3g TFLOP/s in matrix "
-        "products), %.1f M trained weights",
+        "train: %d optimiser steps of about %.0f rows (from step %d), %s on %s (%.3g TFLOP/s in "
+        "matrix products), %.1f M trained weights",
         trainer.total_steps,
-        options.batch_rows,
+        plan.rows_per_step(),
         next_step,
         dtype_name(dtype),
         f"{ranks.count} ranks ({options.parallel})" if ranks.count > 1 else ranks.device,
@@ -237,7 +237,6 @@ def _build(
     ranks: Ranks,
     store: Store | Follower,
     plan: StepPlan,
-    total_steps: int,
     draft: Draft,
     vocabulary: DraftVocabulary,
     target: Target,
@@ -258,7 +257,6 @@ def _build(
         store=store,
         plan=plan,
         options=options,
-        total_steps=total_steps,
         dtype=dtype,
         ranks=ranks,
         parallel=parallel,

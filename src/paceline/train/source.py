@@ -1,7 +1,6 @@
 """Where training reads from: a finished store, or one that is still being written."""
 
 import logging
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ from paceline.store.cache import Cache
 from paceline.store.place import is_remote
 from paceline.train.balance import RankShare
 from paceline.train.batches import StepPlan
+from paceline.train.length import RunLength
 from paceline.train.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -79,26 +79,20 @@ def _status(store: str) -> str | None:
     return load_manifest(store, "extract").status
 
 
-def plan_of(
-    options: TrainOptions, store: Store | Follower, share: RankShare
-) -> tuple[StepPlan, int]:
-    """The plan, and the optimiser steps of the whole run. share: what this rank does of each."""
-    num_rows = store.expected_rows(TRAIN_SPLIT)
-    if not num_rows:
+def plan_of(options: TrainOptions, store: Store | Follower, share: RankShare) -> StepPlan:
+    """share: what this rank does of each step. Raises TrainingError where there is no sample."""
+    epoch_rows = store.expected_rows(TRAIN_SPLIT, options.batch_rows)
+    if not epoch_rows:
         raise TrainingError(f"{store.folder} has no sample of the training split to learn from")
-    wanted_rows = num_rows * options.epochs
-    total_steps = max(1, round(wanted_rows / options.batch_rows))
-    if options.max_steps:
-        total_steps, wanted_rows = options.max_steps, options.max_steps * options.batch_rows
-    plan = StepPlan(
+    length = RunLength.of(options, epoch_rows)
+    return StepPlan(
         store=store,
-        batch_rows=options.batch_rows,
+        length=length,
         micro_batch_tokens=options.micro_batch_tokens,
-        num_epochs=math.ceil(wanted_rows / num_rows),
+        num_epochs=length.num_epochs(epoch_rows),
         seed=options.seed,
         share=share,
     )
-    return plan, total_steps
 
 
 def leave(store: Store | Follower, options: TrainOptions) -> None:
