@@ -24,12 +24,17 @@ class Probes:
         self.folder = folder
         self.count = 0
         self.fails = False
+        self.scratch: list[Path] = []
         monkeypatch.setattr(start, "run_probe", self._run)
         monkeypatch.setattr(start, "choose_prompts", lambda *_: [])
         self.versions = {"torch": "2.10.0"}
         monkeypatch.setattr(start.fingerprint, "package_versions", lambda: self.versions)
 
-    def _run(self, *_: object) -> ProbeResult:
+    def _run(self, *args: object) -> ProbeResult:
+        scratch = args[4]
+        assert list(scratch.iterdir()) == []
+        (scratch / "shard").write_bytes(b"probe's own")
+        self.scratch.append(scratch)
         if self.fails:
             raise ProbeFailure("probe: layer k = 2 differs.")
         self.count += 1
@@ -107,3 +112,18 @@ def test_a_store_that_was_begun_before_engines_were_compared_is_probed(probes: P
     assert probes.of() == 2
     assert len(start.read_start(probes.folder)["later_engines"]) == 1
     assert probes.of() == 2
+
+
+def test_the_probes_store_lies_in_the_runs_folder_and_goes(probes: Probes) -> None:
+    # Engines on other machines see no other folder of this one.
+    killed = probes.folder / ".probe"
+    killed.mkdir()
+    (killed / "manifest.json").write_text("of a run that was killed")
+    probes.of()
+    probes.fails = True
+    with pytest.raises(ProbeFailure):
+        probes.of(replace(INFO, version="0.32.0"))
+    killed.mkdir()
+    probes.of()  # is not probed again
+    assert [p.parent for p in probes.scratch] == [probes.folder] * 2
+    assert [p.name for p in probes.folder.iterdir()] == ["start.json"]

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -286,6 +287,17 @@ def test_a_large_object_is_known_by_the_checksum_of_its_parts(
     with path.open("r+b") as file:
         file.write(b"y")
     assert not far.holds(path, "large", found)
+
+
+def test_what_is_hidden_is_not_sent(local: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    shutil.copytree(local, folder)
+    (folder / ".probe/shards").mkdir(parents=True)
+    shutil.copy(folder / "shards/00000.safetensors", folder / ".probe/shards/00000.safetensors")
+    upload(folder, f"file://{tmp_path}/far")
+    sent = [p for p in (tmp_path / "far").rglob("*") if p.is_file()]
+    assert len(sent) == NUM_FILES + 1  # and the manifest
+    assert not (tmp_path / "far/.probe").exists()
 
 
 def test_a_damaged_shard_is_not_sent(local: Path, url: str, tmp_path: Path) -> None:

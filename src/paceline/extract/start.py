@@ -6,7 +6,9 @@ A run that goes on may have another engine than the one it began with, a newer v
 
 import json
 import logging
-import tempfile
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,9 @@ logger = logging.getLogger(__name__)
 # Resolved choices and what the probes saw, kept from the first start on: a resumed run must go on
 # in the dtype it began in, whatever a new timing would choose.
 START_FILE = "start.json"
+# The probe's own store. It lies in the folder of the run: engines on other machines see that, and
+# not this machine's temporary folder.
+_PROBE_FOLDER = ".probe"
 # Settings that say what room an engine found, not how it computes: they differ between starts.
 _ROOM = ("kv_blocks",)
 
@@ -48,19 +53,20 @@ def ensure_probed(
     """Probe the engine, unless this store was captured by one like it before, and write down what
     was seen. Returns the probe's result. Raises ProbeFailure."""
     start = read_start(folder)
+    _remove_probe(folder)  # of a run that was killed in its probe
     now = _describe(engine, options)
     known = [start, *start.get("later_engines", [])] if start else []
     for before in known:
         if _shaping(before) == _shaping(now):
             return before["probe"]
     if not start:
-        now["probe"] = _probe(options, engine, target, spec, samples).as_dict()
+        now["probe"] = _probe(options, folder, engine, target, spec, samples).as_dict()
         write_json(folder / START_FILE, {"dtype": spec.dtype, **now, "later_engines": []})
         return now["probe"]
     change = "; ".join(differences(_shaping(start), _shaping(now)))
     logger.warning("%s was begun with another engine, so this one is probed: %s", folder, change)
     try:
-        now["probe"] = _probe(options, engine, target, spec, samples).as_dict()
+        now["probe"] = _probe(options, folder, engine, target, spec, samples).as_dict()
     except ProbeFailure as error:
         raise ProbeFailure(
             f"{error} {folder} was begun with another engine ({change}): go on with that one, or "
@@ -91,6 +97,7 @@ def _shaping(described: dict[str, Any]) -> dict[str, Any]:
 
 def _probe(
     options: ExtractOptions,
+    folder: Path,
     engine: Engine,
     target: Target,
     spec: StoreSpec,
@@ -99,13 +106,28 @@ def _probe(
     reference_layers = 0
     if not options.waive_reference:
         reference_layers = choose_reference_layers(target, spec.dtype, options.reference_layers)
-    with tempfile.TemporaryDirectory(prefix="paceline-probe-") as scratch:
+    with _probe_folder(folder) as scratch:
         return run_probe(
             engine,
             target,
             # The probe judges the engine, so a lossy codec must not stand between.
             replace(spec, codec="raw"),
             choose_prompts(samples, options.probe_samples),
-            Path(scratch),
+            scratch,
             reference_layers,
         )
+
+
+@contextmanager
+def _probe_folder(folder: Path) -> Iterator[Path]:
+    path = folder / _PROBE_FOLDER
+    path.mkdir()
+    try:
+        yield path
+    finally:
+        _remove_probe(folder)
+
+
+def _remove_probe(folder: Path) -> None:
+    # A shared file system may keep files that a process still maps: those go with the next start.
+    shutil.rmtree(folder / _PROBE_FOLDER, ignore_errors=True)

@@ -105,7 +105,7 @@ def _names(folder: Path) -> list[str]:
         str(path)
         for path in paths
         if path.parts[0] != STREAM_FOLDER
-        and not path.name.startswith(".")
+        and not any(part.startswith(".") for part in path.parts)
         and str(path) != MANIFEST_NAME
     )
 
