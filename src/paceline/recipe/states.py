@@ -43,7 +43,7 @@ class ExtractOptions(StageOptions, TargetOptions):
     ray_address: str | None = opt(
         None,
         "Run the `workers` of engine `vllm` as Ray actors of this cluster (`auto`: the running "
-        "one); needs the extra `ray` and a folder that all nodes see.",
+        "one); needs the extra `ray`, and the store and the target where all nodes see them.",
         identity=False,
     )
     shard_bytes: int = opt(

@@ -1,9 +1,7 @@
 """`generate` through vLLM: the same engine, answers instead of states."""
 
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from paceline.answers.engine import LENGTH, STOP, Answer, Prompt, Sampling
@@ -74,6 +72,4 @@ def open_engine(options: GenerateOptions, target: Target) -> VllmAnswers:
         choose_dtype(options.dtype, choose_device(options.device), target.native_dtype())
     )
     arguments = llm_arguments(target, dtype, dict(options.engine_options), None)
-    # Nothing is captured here, so nothing is spooled.
-    settings = VllmSettings(arguments, scratch=Path(tempfile.gettempdir()))
-    return VllmAnswers(VllmEngine(settings, target.num_layers, dtype))
+    return VllmAnswers(VllmEngine(VllmSettings(arguments), target.num_layers, dtype))

@@ -25,6 +25,9 @@ class LocalHost:
         self._process = process
         self.name = f"vLLM worker {number} (pid {process.pid})"
 
+    def needs(self) -> str:
+        return "its start"
+
     def alive(self) -> bool:
         return self._process.poll() is None
 

@@ -1,5 +1,6 @@
 """From the options to a running vLLM engine, or to several that share the work."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -81,4 +82,6 @@ def _ray_pool(
     address = connect(options.ray_address)
     gpus = 0 if _on_cpu() else per_worker
     launch = partial(launch_ray, gpus=gpus, environment=settings.environment)
+    # A folder of this machine is none of another's.
+    settings = replace(settings, scratch=None)
     return ReplicaPool(options.workers, launch, settings, target.num_layers, dtype, address)

@@ -12,10 +12,22 @@ from paceline.extract.vllm.replica import call_driver
 class RayHost:
     """An actor that serves the driver."""
 
-    def __init__(self, actor: object, served: object, number: int) -> None:
+    def __init__(self, actor: object, served: object, number: int, gpus: int) -> None:
         self._actor = actor
         self._served = served
+        self._gpus = gpus
         self.name = f"vLLM worker {number} (Ray actor)"
+
+    def needs(self) -> str:
+        """Ray waits without a word for room, even for room that no node has."""
+        import ray
+
+        total, free = ray.cluster_resources(), ray.available_resources()
+        room = ", ".join(
+            f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind}s" for kind in ("GPU", "CPU")
+        )
+        wanted = f"{self._gpus} free GPUs and a free CPU" if self._gpus else "a free CPU"
+        return f"a node with {wanted} (the cluster has {room} free)"
 
     def alive(self) -> bool:
         import ray
@@ -60,4 +72,4 @@ def launch_ray(
         )
         .remote()
     )
-    return RayHost(actor, actor.serve.remote(host, port, key, number), number)
+    return RayHost(actor, actor.serve.remote(host, port, key, number), number, gpus)

@@ -6,6 +6,7 @@ actor; either way it calls the driver.
 """
 
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from multiprocessing.connection import Client, Connection
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.contracts import TokenSample
+from paceline.contracts import MANIFEST_NAME, TokenSample
+from paceline.errors import EngineError
 from paceline.extract.vllm import wire
 from paceline.extract.vllm.engine import VllmEngine
 from paceline.extract.vllm.settings import VllmSettings
@@ -34,10 +36,11 @@ class Replica:
     def serve(self) -> None:
         setup = self._receive()
         try:
+            _refuse_unseen("the target's folder", Path(setup["arguments"]["model"]))
             engine = VllmEngine(
                 VllmSettings(
                     arguments=setup["arguments"],
-                    scratch=Path(setup["scratch"]),
+                    scratch=Path(setup["scratch"]) if setup["scratch"] else None,
                     replica=setup["replica"],
                     driver=setup["driver"],
                     writers=setup["writers"],
@@ -63,10 +66,13 @@ class Replica:
                 answers = engine.greedy(prompts, order["num_tokens"])
                 self._send({"kind": "answers", "answers": answers})
                 return
+            destination = wire.read_destination(order["destination"])
+            # A writer would make the folder where it is missing, on a disk that nobody looks at.
+            _refuse_unseen("the store's manifest", destination.folder / MANIFEST_NAME)
             engine.capture(
                 self._pull(),
                 wire.read_plan(order["plan"]),
-                wire.read_destination(order["destination"]),
+                destination,
                 lambda count: self._send({"kind": "tokens", "count": count}),
             )
         except Exception as error:
@@ -94,6 +100,14 @@ class Replica:
             return wire.unpack(self._connection.recv_bytes())
         except (EOFError, OSError):
             os._exit(1)
+
+
+def _refuse_unseen(what: str, path: Path) -> None:
+    if not path.exists():
+        raise EngineError(
+            f"{what}, {path}, is not to be seen on {socket.gethostname()}: engines on several "
+            "machines need it under the same path on each of them"
+        )
 
 
 def call_driver(host: str, port: int, key: bytes, number: int) -> None:

@@ -7,6 +7,7 @@ it had published stays, the rest goes to the others.
 import logging
 import secrets
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
@@ -29,12 +30,20 @@ from paceline.store import published_ids
 logger = logging.getLogger(__name__)
 
 _ACCEPT_POLL_S = 1.0
+_TELL_EVERY_S = 30.0
+# Of waiting for the next replica to call, which it does before it loads anything. A cluster may
+# have to start machines for it.
+_START_TIMEOUT_S = 1800.0
 
 
 class Host(Protocol):
     """Where a replica's process lives."""
 
     name: str
+
+    def needs(self) -> str:
+        """What it waits for where it has not started yet."""
+        ...
 
     def alive(self) -> bool: ...
 
@@ -130,26 +139,46 @@ class ReplicaPool:
         self._members, self._hosts = [], []
 
     def _accept(self, server: socket.socket, key: bytes) -> _Member:
-        """The next replica that calls; EngineError where one has ended before it did."""
-        while True:
-            try:
-                connection = Connection(server.accept()[0].detach())
-                break
-            except TimeoutError:
-                dead = [host.name for host in self._hosts if not host.alive()]
-                if dead:
-                    raise EngineError(f"{', '.join(dead)} ended while starting") from None
+        """The next replica that calls."""
+        connection = Connection(self._next_caller(server).detach())
         deliver_challenge(connection, key)
         answer_challenge(connection, key)
         hello = wire.unpack(connection.recv_bytes())
         return _Member(self._hosts[hello["replica"]], connection)
+
+    def _next_caller(self, server: socket.socket) -> socket.socket:
+        """EngineError where a replica has ended before it called, or none calls for long."""
+        began = told = time.monotonic()
+        while True:
+            try:
+                return server.accept()[0]
+            except TimeoutError:
+                self._refuse_dead()
+            now = time.monotonic()
+            if now - began > _START_TIMEOUT_S:
+                raise EngineError(
+                    f"after {(now - began) / 60:.0f} minutes {self._absent()}. Lower `workers`, or "
+                    "make room, and run the same command again."
+                )
+            if now - told > _TELL_EVERY_S:
+                told = now
+                logger.warning("%s", self._absent())
+
+    def _refuse_dead(self) -> None:
+        if dead := [host.name for host in self._hosts if not host.alive()]:
+            raise EngineError(f"{', '.join(dead)} ended while starting")
+
+    def _absent(self) -> str:
+        here = [member.host for member in self._members]
+        waiting = [f"{h.name} for {h.needs()}" for h in self._hosts if h not in here]
+        return f"{len(waiting)} of {len(self._hosts)} engines still wait: {'; '.join(waiting)}"
 
     def _start(self, settings: VllmSettings, num_layers: int, dtype: str) -> None:
         for member in self._members:
             member.send(
                 {
                     "arguments": settings.arguments,
-                    "scratch": str(settings.scratch),
+                    "scratch": str(settings.scratch) if settings.scratch else None,
                     "replica": self._hosts.index(member.host),
                     "driver": settings.driver or driver_message(),
                     "writers": settings.writers,

@@ -33,14 +33,15 @@ _LONG_ENVIRONMENT = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
 class VllmSettings:
     """How to start vLLM.
 
-    arguments: of `vllm.LLM`. scratch: a folder for what does not last. replica: the number of this
-    engine among those that share the work. driver: a process whose death ends all of it, besides
-    the one that starts the engine. host_memory_bytes: of the ring that rows pass through.
-    writers: threads that write shards, on a GPU; one waits for the disk while another writes.
+    arguments: of `vllm.LLM`. scratch: a folder for what does not last; None: the temporary folder
+    of the machine that the engine is on. replica: the number of this engine among those that share
+    the work. driver: a process whose death ends all of it, besides the one that starts the engine.
+    host_memory_bytes: of the ring that rows pass through. writers: threads that write shards, on a
+    GPU; one waits for the disk while another writes.
     """
 
     arguments: dict[str, Any]
-    scratch: Path
+    scratch: Path | None = None
     replica: int = 0
     driver: dict[str, Any] | None = None
     host_memory_bytes: int = HOST_MEMORY_BYTES
