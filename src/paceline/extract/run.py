@@ -106,23 +106,7 @@ def _extract(
     with stream_writer(stage.path, spec, options.stream_bytes, kept_bytes(spec, samples)):
         timing = None
         if remaining:
-            with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
-                opened = time.perf_counter()
-                engine = open_engine(options, target, dtype, Path(scratch))
-                try:
-                    probe = ensure_probed(options, stage.path, engine, target, spec, samples)
-                    ranges = tuple(map(tuple, probe["rms_ranges"]))
-                    guards = Guards(plan, target.hidden_size, ranges)
-                    captured = time.perf_counter()
-                    destination = Destination(stage.path, spec, guards, published)
-                    tokens = _capture(engine, samples, destination, plan, quarantine)
-                    timing = {
-                        "start_s": captured - opened,
-                        "capture_s": time.perf_counter() - captured,
-                        "tokens": tokens,
-                    }
-                finally:
-                    engine.close()
+            timing = _run_engine(options, target, spec, samples, published, quarantine)
         told = {**announced, **read_start(stage.path), "timing": timing}
         return _finish(stage, accounting, quarantine, told)
 
@@ -160,11 +144,37 @@ def _check_disk(
         )
 
 
+def _run_engine(
+    options: ExtractOptions,
+    target: Target,
+    spec: StoreSpec,
+    samples: list[TokenSample],
+    published: frozenset[str],
+    quarantine: Quarantine,
+) -> dict[str, float]:
+    """Probe an engine and capture what is not published. Returns `start_s`, `capture_s` and how
+    many `tokens` ran."""
+    folder = quarantine.folder
+    with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
+        opened = time.perf_counter()
+        engine = open_engine(options, target, spec.dtype, Path(scratch))
+        try:
+            probe = ensure_probed(options, folder, engine, target, spec, samples)
+            ranges = tuple(map(tuple, probe["rms_ranges"]))
+            guards = Guards(spec.layers, target.hidden_size, ranges)
+            captured = time.perf_counter()
+            destination = Destination(folder, spec, guards, published)
+            tokens = _capture(engine, samples, destination, quarantine)
+            capture_s = time.perf_counter() - captured
+        finally:
+            engine.close()
+    return {"start_s": captured - opened, "capture_s": capture_s, "tokens": tokens}
+
+
 def _capture(
     engine: Engine,
     samples: list[TokenSample],
     destination: Destination,
-    plan: LayerPlan,
     quarantine: Quarantine,
 ) -> int:
     """Returns how many tokens ran."""
@@ -177,7 +187,7 @@ def _capture(
             quarantine.look()
 
         for group in capture_order(samples):
-            engine.capture(group, plan, destination, on_tokens)
+            engine.capture(group, destination.spec.layers, destination, on_tokens)
     return total
 
 
