@@ -210,7 +210,15 @@ def _seconds(path):
     return json.loads(path.read_text())["stages"]["train"]["seconds"]
 
 
-def test_a_damaged_times_file_is_named(tmp_path):
-    (tmp_path / "run.json").write_text("{")
-    with pytest.raises(UsageError, match=r"run\.json is damaged"):
-        StageTimes(tmp_path / "run.json")
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "null"])
+@pytest.mark.parametrize("name", ["run.json", "plan.json"])
+def test_a_damaged_file_of_a_run_is_named(tmp_path, tiny_run, name, text):
+    """By what goes on with the run, and by what makes its page."""
+    folder = tmp_path / "run"
+    (folder / "prepare").mkdir(parents=True)
+    shutil.copy(tiny_run / "prepare" / "manifest.json", folder / "prepare")
+    (folder / name).write_text(text)
+    with pytest.raises(UsageError, match=rf"{name} is damaged .*: remove it"):
+        paceline.run(str(tiny_run.parent / "recipe.yaml"), [f"run_dir={folder}"])
+    with pytest.raises(UsageError, match=rf"{name} is damaged .*: remove it"):
+        paceline.report(run_dir=str(folder))

@@ -5,7 +5,6 @@ stages' own.
 """
 
 import importlib
-import json
 import logging
 import shutil
 import time
@@ -19,7 +18,7 @@ from paceline.artefact import COMPLETE, load_manifest, write_json
 from paceline.contracts import MANIFEST_NAME
 from paceline.errors import FingerprintMismatch, PacelineError, UsageError
 from paceline.recipe import ExtractOptions, PlanOptions, Recipe, RunOptions, StageOptions
-from paceline.stages import PLAN_FILE, TIMES_FILE, plan_stages, recipe_of
+from paceline.stages import PLAN_FILE, TIMES_FILE, plan_stages, read_kept, recipe_of
 from paceline.store import run_pair
 from paceline.store.files import published_bytes
 from paceline.verbs import make_callable
@@ -119,11 +118,8 @@ def _streamed(options: ExtractOptions) -> ExtractOptions:
 
 
 def _is_plan_of(recipe: Recipe, path: Path) -> bool:
-    if not path.is_file():
-        return False
-    return json.loads(path.read_text())["recipe"] == recipe.model_dump(
-        mode="json", exclude_unset=True
-    )
+    plan = read_kept(path, "recipe")
+    return plan is not None and plan["recipe"] == recipe.model_dump(mode="json", exclude_unset=True)
 
 
 def _make_plan(recipe: Recipe, planned: dict[str, StageOptions], path: Path) -> None:
@@ -165,12 +161,8 @@ class StageTimes:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = Lock()
-        self._stages: dict[str, dict[str, Any]] = {}
-        if path.is_file():
-            try:
-                self._stages = json.loads(path.read_text())["stages"]
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise UsageError(f"{path} is damaged ({error}): remove it") from error
+        known = read_kept(path, "stages")
+        self._stages: dict[str, dict[str, Any]] = known["stages"] if known else {}
 
     @contextmanager
     def measure(self, stage: str, folder: str) -> Iterator[Measured]:

@@ -1,5 +1,6 @@
 """From a recipe to each stage's options: folders and target filled in, in the order of the work."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,22 @@ from paceline.recipe import (
 
 # What `run` and `plan` leave in a run's folder, and the page reads.
 TIMES_FILE, PLAN_FILE = "run.json", "plan.json"
+
+
+def read_kept(path: Path, *keys: str) -> dict[str, Any] | None:
+    """What one of those files holds; None where it is missing. Raises UsageError where it is not
+    JSON, or not an object that has these keys."""
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text())
+        for key in keys:
+            values[key]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{path} is damaged ({type(error).__name__}: {error}): remove it"
+        ) from error
+    return values
 
 
 def recipe_of(options: RecipeOptions) -> Recipe:

@@ -53,8 +53,8 @@ class StageOptions(Options):
     )
     overwrite: Overwrite = opt(
         False,
-        "Start over where the folder holds other work, or this work finished; unfinished it goes "
-        "on. In a recipe, or as `other`: not where it is finished.",
+        "Start over where the folder holds other work, or this work finished; unfinished, it goes "
+        "on. In a recipe, and as `other`: for other work alone.",
         identity=False,
     )
 

@@ -1,6 +1,5 @@
 """Everything that the page tells, read from the folders of a run: nothing is computed anew."""
 
-import json
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from paceline.contracts import MANIFEST_NAME
 from paceline.errors import StoreError, UsageError
 from paceline.recipe import STAGES
 from paceline.runlog import TrainingLog, read_log
-from paceline.stages import PLAN_FILE, TIMES_FILE
+from paceline.stages import PLAN_FILE, TIMES_FILE, read_kept
 from paceline.store.place import Place, is_remote
 from paceline.store.remote import finished_manifest
 
@@ -71,7 +70,8 @@ def gather(run_dir: Path) -> RunRecord:
     stages = {name: found[name] for name in STAGES if name in found}
     sizes = {name: sizes[name] for name in stages}
     log = read_log(stages["train"].folder) if "train" in stages else TrainingLog([], [])
-    return RunRecord(run_dir, stages, log, _seconds(run_dir, stages), sizes, _plan(run_dir))
+    plan = read_kept(run_dir / PLAN_FILE, "stages", "measured", "data")
+    return RunRecord(run_dir, stages, log, _seconds(run_dir, stages), sizes, plan)
 
 
 def _chosen(run_dir: Path, stage: str, records: list[StageRecord]) -> StageRecord:
@@ -107,17 +107,10 @@ def _far_store(train: StageRecord | None) -> tuple[StageRecord, FolderSize] | No
     return StageRecord(url, manifest), FolderSize(num_bytes, len(files))
 
 
-def _plan(run_dir: Path) -> dict[str, Any] | None:
-    path = run_dir / PLAN_FILE
-    return json.loads(path.read_text()) if path.is_file() else None
-
-
 def _seconds(run_dir: Path, stages: dict[str, StageRecord]) -> dict[str, float]:
     """As `paceline run` kept them; of stages that were run by hand nothing is known."""
-    path = run_dir / TIMES_FILE
-    if not path.is_file():
-        return {}
-    known = json.loads(path.read_text())["stages"]
+    times = read_kept(run_dir / TIMES_FILE, "stages")
+    known = times["stages"] if times else {}
     return {
         name: known[name]["seconds"]
         for name, record in stages.items()
