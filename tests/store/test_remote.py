@@ -1,6 +1,7 @@
 """Stores below a URL: a real S3-compatible server, behind a proxy that fails on demand."""
 
 import itertools
+import math
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ import pytest
 import s3fs
 import torch
 
+from paceline.artefact import load_manifest
 from paceline.errors import FingerprintMismatch, StoreCorruption, StoreError, UsageError
 from paceline.store import PackedReader, Store, iterate_packed, place
 from paceline.store.blocks import BLOCK_BYTES
@@ -329,6 +331,45 @@ def test_a_place_that_is_taken_is_refused_or_cleared(
     for overwrite in (False, True):
         with pytest.raises(UsageError, match=r"is not empty \(notes\.txt"):
             upload(local, f"{url}-strange", overwrite=overwrite)
+
+
+def test_a_place_that_was_being_cleared_is_cleared_by_the_same_command(
+    local: Path, cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ended at a call to the server, and given again. Meanwhile what is there is the old store,
+    whole, or none."""
+    others = [make_sample(i) for i in range(50, 55)]
+    other = write_store(tmp_path / "other", make_spec(), others)
+    ask, fatal, num_calls = Place._again, math.inf, 0
+
+    def end(self: Place, *args: object, **kwargs: object) -> object:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > fatal:
+            raise KeyboardInterrupt
+        return ask(self, *args, **kwargs)
+
+    monkeypatch.setattr(Place, "_again", end)
+    num_old = 0
+    # Closely where the old store goes, here and there while the new one comes.
+    for number in itertools.chain(range(8), itertools.count(8, 6)):
+        url = f"file://{tmp_path}/place-{number}"
+        fatal = math.inf
+        upload(other, url)
+        num_calls, fatal = 0, number
+        try:
+            upload(local, url, overwrite=True)
+            break
+        except KeyboardInterrupt:
+            fatal = math.inf
+        if "manifest.json" in Place(url).files():
+            found = Store(url, cache=cache)
+            is_new = found.manifest.fingerprint == load_manifest(local).fingerprint
+            assert_holds(found, SAMPLES if is_new else others)
+            num_old += not is_new
+        upload(local, url, overwrite=True)
+        assert_holds(Store(url, cache=cache), SAMPLES)
+    assert number > NUM_FILES and num_old > 1
 
 
 def test_a_refused_login_and_an_unknown_protocol_are_told_at_once(

@@ -53,12 +53,12 @@ def upload(
         return Sent(0, 0, len(names))
     if not is_claimed_for(place, there, manifest):
         refuse_taken(place, there, overwrite)
-        # The manifest goes first: from here on nobody takes what is left for a store.
-        place.remove(sorted(there, key=lambda name: name != MANIFEST_NAME))
-        there = {}
+        # Before anything is removed: cut from here on, the place is still known to be ours.
         claim = json.dumps({"fingerprint": manifest.fingerprint})
         place.write(CLAIM_NAME, claim.encode())
-    place.remove(there.keys() - {*names, CLAIM_NAME})
+    # The manifest goes first: from then on nobody takes what is left for a store.
+    strange = there.keys() - {*names, CLAIM_NAME}
+    place.remove(sorted(strange, key=lambda name: name != MANIFEST_NAME))
     task = lambda name: _bring(place, folder, name, there.get(name))
     num_files = num_bytes = 0
     with ThreadPoolExecutor(num_threads, thread_name_prefix="store-upload") as pool:
