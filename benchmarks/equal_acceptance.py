@@ -32,7 +32,7 @@ from sweep import CHAINS, OWN_KIND, common_parser, features, machine_of, plan, s
 
 import paceline
 from paceline.device import choose_device, training_dtype
-from paceline.draft.config import draft_config
+from paceline.draft.from_target import draft_config
 from paceline.recipe import DraftOptions, TrainOptions, build
 from paceline.store import PackedReader, Store
 from paceline.store.packing import iterate_packed

@@ -6,9 +6,28 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from paceline.errors import TrainingError
-from paceline.recipe import DraftOptions
 
 AUX_NORMS = ("rms", "joint", "static", "none")
+
+# Scalings of rotary positions that transformers and every server compute alike, with the keys that
+# all of them read: a further key means something to one and nothing to another.
+SCALING_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "yarn": (
+        "factor",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "original_max_position_embeddings",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +62,11 @@ class DraftConfig:
 
     def __post_init__(self) -> None:
         problems = []
+        if self.hidden_size % self.num_attention_heads:
+            problems.append(
+                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads "
+                f"{self.num_attention_heads}, as servers on transformers 5 ask of a llama"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             problems.append(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
@@ -85,53 +109,10 @@ def rope_of(config: PretrainedConfig | dict[str, Any]) -> dict[str, Any]:
     if "type" in rope:
         rope.setdefault("rope_type", rope.pop("type"))
     rope.setdefault("rope_type", "default")
-    if "rope_theta" not in rope:
+    if rope.get("rope_theta") is None:
         if values.get("rope_theta") is None:
             raise TrainingError(
                 "the config has no rope_theta, neither alone nor in rope_parameters"
             )
         rope["rope_theta"] = values["rope_theta"]
     return rope
-
-
-def draft_config(
-    options: DraftOptions,
-    text_config: PretrainedConfig,
-    aux_layers: tuple[int, ...],
-    draft_vocab_size: int,
-) -> DraftConfig:
-    """The draft that the options ask for, with what they leave out taken from the target.
-
-    Head width and rotary parameters of an MLA target (DeepSeek, Kimi) do not fit a llama-style
-    layer; the draft then gets heads of 128 and the target's plain rotary theta.
-    """
-    values = text_config.to_dict()
-    hidden = options.hidden_size or values["hidden_size"]
-    is_mla = values.get("kv_lora_rank") is not None
-    rope = rope_of(values)
-    if is_mla:
-        head_dim = options.head_dim or 128
-        heads = options.num_attention_heads or max(1, hidden // head_dim)
-        kv_heads = options.num_key_value_heads or heads
-    else:
-        heads = options.num_attention_heads or values["num_attention_heads"]
-        kv_heads = options.num_key_value_heads or values.get("num_key_value_heads") or heads
-        head_dim = options.head_dim or values.get("head_dim") or hidden // heads
-    return DraftConfig(
-        hidden_size=hidden,
-        intermediate_size=options.intermediate_size or values["intermediate_size"],
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        num_layers=options.num_layers,
-        target_hidden_size=values["hidden_size"],
-        vocab_size=values["vocab_size"],
-        draft_vocab_size=draft_vocab_size,
-        aux_layers=tuple(aux_layers),
-        rms_norm_eps=values.get("rms_norm_eps") or 1e-5,
-        max_position_embeddings=values["max_position_embeddings"],
-        rope=rope,
-        qk_norm=options.qk_norm,
-        aux_norm=options.aux_norm,
-        norm_output=options.norm_output,
-    )

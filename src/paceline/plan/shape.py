@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from paceline.draft.from_target import dense_width
 from paceline.errors import TargetError
 from paceline.target.spec import Target
 
@@ -78,7 +79,7 @@ def shape_of(target: Target) -> TargetShape:
         text_config=config,
         num_layers=layers,
         hidden_size=hidden,
-        intermediate_size=_dense_width(values),
+        intermediate_size=dense_width(values),
         vocab_size=values["vocab_size"],
         layer_weights=shared + experts,
         active_weights=shared + active_experts,
@@ -130,7 +131,7 @@ def _mlp_weights(values: dict[str, Any]) -> tuple[int, int, int]:
     """(weights that every token meets, weights of routed experts, those of them that one token
     meets), over all layers."""
     hidden, layers = values["hidden_size"], values["num_hidden_layers"]
-    wide = _dense_width(values)
+    wide = dense_width(values)
     num_experts = _first(values, _NUM_EXPERTS)
     if not num_experts:
         return layers * 3 * hidden * wide, 0, 0
@@ -145,10 +146,6 @@ def _mlp_weights(values: dict[str, Any]) -> tuple[int, int, int]:
     expert = 3 * hidden * width
     chosen = _first(values, _EXPERTS_PER_TOKEN) or num_experts
     return always, num_sparse * num_experts * expert, num_sparse * chosen * expert
-
-
-def _dense_width(values: dict[str, Any]) -> int:
-    return values.get("intermediate_size") or 4 * values["hidden_size"]
 
 
 def _weight_bytes(target: Target, plain: int, experts: int, dtype: str) -> int:

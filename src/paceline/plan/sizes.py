@@ -9,7 +9,8 @@ import torch
 
 from paceline.contracts import LayerPlan
 from paceline.dataset import write_part
-from paceline.draft.config import DraftConfig, draft_config
+from paceline.draft.config import DraftConfig
+from paceline.draft.from_target import draft_config
 from paceline.draft.model import Draft
 from paceline.plan.data import DataSample
 from paceline.plan.shape import TargetShape

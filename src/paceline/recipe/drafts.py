@@ -26,6 +26,10 @@ class DraftOptions(Options):
     num_attention_heads: int | None = opt(None, "Query heads.", ge=1)
     num_key_value_heads: int | None = opt(None, "Key and value heads.", ge=1)
     head_dim: int | None = opt(None, "Width of a head.", ge=1)
+    rope_theta: float | None = opt(
+        None, "Base of its rotary positions, which are plain then, whatever the target's are.", gt=0
+    )
+    max_position_embeddings: int | None = opt(None, "Longest position that it is made for.", ge=1)
     qk_norm: bool = opt(False, "Norms on queries and keys (Qwen3 style).")
     aux_norm: Literal["rms", "static", "none"] = opt(
         "rms",

@@ -20,7 +20,8 @@ from paceline.artefact import (
 )
 from paceline.device import dtype_name, product_flops, reset_peak, training_dtype
 from paceline.draft.checkpoint import WEIGHTS_FILE, write_draft
-from paceline.draft.config import DraftConfig, draft_config
+from paceline.draft.config import DraftConfig
+from paceline.draft.from_target import draft_config
 from paceline.draft.model import Draft
 from paceline.errors import FingerprintMismatch, UsageError
 from paceline.forms.source import open_draft
