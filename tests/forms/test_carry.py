@@ -4,7 +4,12 @@ import pytest
 
 from paceline.errors import ExportError
 from paceline.forms.carry import FEATURES, FORMS, check_carried
-from tests.forms.making import NUM_LAYERS, config_for
+from tests.forms.making import LLAMA3, NUM_LAYERS, config_for
+
+THETA = {"rope_theta": 10000.0}
+YARN = {**THETA, "rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
+MSCALES = {"mscale": 1.0, "mscale_all_dim": 1.0}
+DYNAMIC = {**THETA, "rope_type": "dynamic", "factor": 4.0}
 
 # Read in the released sources; a server below fails, or drops the tensors without a word.
 LOWEST = [
@@ -19,9 +24,26 @@ LOWEST = [
     ("vllm", {"aux_norm": "none", "aux_layers": (1, 4, 6)}, "0.16"),
     ("vllm", {"aux_norm": "rms", "qk_norm": True}, "0.24"),
     ("vllm", {"aux_norm": "none", "num_layers": 2}, "0.16"),
+    ("vllm", {"aux_norm": "none", "rope": {**THETA, **LLAMA3}}, "0.16"),
+    ("vllm", {"aux_norm": "none", "rope": YARN}, "0.16"),
+    ("vllm", {"aux_norm": "none", "rope": {**YARN, "truncate": False}}, "0.16"),
+    # transformers and vLLM read the two together or not at all.
+    ("vllm", {"aux_norm": "none", "rope": {**YARN, "mscale": 0.7}}, "0.16"),
+    # 0.1 ln(40) + 1, which the factor gives anyway.
+    (
+        "vllm",
+        {"aux_norm": "none", "rope": {**YARN, "attention_factor": 1.3688879454113936}},
+        "0.16",
+    ),
+    # Run: vLLM 0.16.0 scales cos and sin by 1.37 where training had 1, 0.32.0 as training.
+    ("vllm", {"aux_norm": "none", "rope": {**YARN, **MSCALES}}, "0.32"),
+    ("vllm", {"aux_norm": "none", "rope": {**YARN, "attention_factor": 1.0}}, "0.32"),
+    ("vllm", {"aux_norm": "none", "rope": {**YARN, "attn_factor": 0.5}}, "0.32"),
     ("speculators", {"aux_norm": "rms"}, "0.22"),
+    ("speculators", {"aux_norm": "rms", "rope": {**YARN, **MSCALES}}, "0.32"),
     ("sglang", {"aux_norm": "none"}, "0.5.6"),
     ("sglang", {"aux_norm": "static"}, "0.5.6"),
+    ("sglang", {"aux_norm": "none", "rope": YARN}, "0.5.6"),
     ("sglang", {"aux_norm": "rms"}, "0.5.12"),
     ("sglang", {"aux_norm": "none", "norm_output": True}, "0.5.12"),
     ("sglang", {"aux_norm": "none", "num_layers": 2}, "0.5.12"),
@@ -45,6 +67,8 @@ def test_the_lowest_release_that_runs_a_draft(form, changes, version):
         ("sglang", {"aux_layers": (0, 4, 5)}, r"SGLang .*first_layer .*k = 0"),
         ("sglang", {"aux_layers": (2, 4, 8)}, r"SGLang .*last_layer .*k = n"),
         ("sglang", {"hidden_size": 48}, r"SGLang .*square_fc"),
+        ("sglang", {"rope": {**YARN, **MSCALES}}, r"SGLang .*yarn_scale .*mscale"),
+        ("vllm", {"rope": DYNAMIC}, r"vLLM .*rope_type .*otherwise than training"),
         ("vllm", {"hidden_act": "gelu"}, r"vLLM .*hidden_act"),
         ("speculators", {"hidden_act": "gelu"}, r"vLLM \(speculators form\) .*hidden_act"),
     ],
@@ -69,6 +93,9 @@ def test_a_server_that_is_too_old_is_refused_with_what_it_lacks():
     with pytest.raises(ExportError, match=r"SGLang 0\.5\.9 .*needs 0\.5\.12"):
         check_carried(FORMS["sglang"], config, NUM_LAYERS, at_most="0.5.9")
     assert check_carried(FORMS["vllm"], config, NUM_LAYERS, at_most="0.22.1").version == "0.22"
+    scaled = config_for(aux_norm="none", rope={**YARN, **MSCALES})
+    with pytest.raises(ExportError, match=r"vLLM 0\.25\.0 .*yarn_scale .* needs 0\.32"):
+        check_carried(FORMS["vllm"], scaled, NUM_LAYERS, at_most="0.25.0")
     with pytest.raises(ExportError, match="'new'"):
         check_carried(FORMS["vllm"], config, NUM_LAYERS, at_most="new")
 

@@ -4,10 +4,12 @@ Versions are the lowest release whose own source was read and does it (docs/expo
 a server below them either fails or, worse, skips the tensors without a word.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from paceline.draft.config import DraftConfig
+from paceline.draft.config import SCALING_KEYS, DraftConfig
+from paceline.draft.rope import Rotary
 from paceline.errors import ExportError, LayerError
 from paceline.forms.names import SGLANG, SPECULATORS, VLLM
 from paceline.target.layers import default_aux_layers
@@ -40,6 +42,17 @@ def _starts_elsewhere(config: DraftConfig, num_layers: int) -> bool:
     first id is 1: only a list that starts there means the same everywhere.
     """
     return config.aux_layers[0] != 2 and config.aux_layers != default_layers(num_layers)
+
+
+def _scales_by_itself(config: DraftConfig, _: int) -> bool:
+    """Yarn whose cos and sin are not scaled by the usual rule of its factor. A server that passes
+    over the keys that say so multiplies every attention score of the draft by a constant."""
+    rope = config.rope
+    if rope.get("rope_type") != "yarn":
+        return False
+    if rope.get("attn_factor") is not None:
+        return True  # which some servers read, and training did not
+    return not math.isclose(Rotary(config).scaling, 0.1 * math.log(max(rope["factor"], 1.0)) + 1.0)
 
 
 def default_layers(num_layers: int) -> tuple[int, ...] | None:
@@ -89,6 +102,14 @@ FEATURES: dict[str, Feature] = {
         lambda c, _: c.hidden_size == c.num_aux * c.target_hidden_size,
     ),
     "hidden_act": Feature("another activation than silu", lambda c, _: c.hidden_act != "silu"),
+    "rope_type": Feature(
+        "a rotary scaling that servers compute otherwise than training did",
+        lambda c, _: c.rope.get("rope_type", "default") not in SCALING_KEYS,
+    ),
+    "yarn_scale": Feature(
+        "yarn with a scale of its own (mscale and mscale_all_dim, or attention_factor)",
+        _scales_by_itself,
+    ),
 }
 
 _VLLM = {
@@ -107,6 +128,9 @@ _VLLM = {
     "own_embedding": "0.16",
     "square_fc": "0.16",
     "hidden_act": None,
+    "rope_type": None,
+    # 0.16.0 was run and is wrong; 0.25.0 still is, by public reports. 0.32.0 was run and is right.
+    "yarn_scale": "0.32",
 }
 
 FORMS: dict[str, Form] = {
@@ -134,6 +158,8 @@ FORMS: dict[str, Form] = {
             "own_embedding": "0.5.6",
             "square_fc": None,
             "hidden_act": None,
+            "rope_type": None,
+            "yarn_scale": None,
         },
     ),
 }
