@@ -8,9 +8,9 @@ import pytest
 
 import paceline
 from paceline.artefact import load_manifest
-from paceline.errors import FingerprintMismatch, UsageError
+from paceline.errors import FingerprintMismatch, TrainingError, UsageError
 from paceline.recipe import Recipe, build, load_recipe
-from paceline.run import StageTimes, plan_stages
+from paceline.run import StageTimes, _make_plan, plan_stages
 from tests.tiny_line import write_recipe
 
 ALL = ["generate", "prepare", "align", "extract", "train", "evaluate", "export", "report"]
@@ -165,6 +165,21 @@ def test_a_failing_stage_keeps_those_before_it_and_the_time(tmp_path):
     assert load_manifest(tmp_path / "run" / "prepare").status == "complete"
     stages = json.loads((tmp_path / "run" / "run.json").read_text())["stages"]
     assert stages["prepare"]["seconds"] > 0
+
+
+def test_a_draft_that_cannot_be_made_stops_the_run_before_its_first_stage(tmp_path):
+    recipe = write_recipe(tmp_path)
+    with pytest.raises(TrainingError, match="32 is not a multiple of num_attention_heads 5"):
+        paceline.run(str(recipe), ["train.draft.num_attention_heads=5"])
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_the_shape_of_a_draft_that_is_trained_further_is_its_own(tmp_path, caplog):
+    changes = ["train.draft.num_attention_heads=5", "train.start_from=theirs"]
+    recipe = load_recipe(write_recipe(tmp_path), changes)
+    _make_plan(recipe, plan_stages(recipe), tmp_path / "plan.json")
+    assert "no plan was made: draft: hidden_size 32 is not a multiple" in caplog.text
+    assert not (tmp_path / "plan.json").exists()
 
 
 def _manifest(folder, created, status="running", finished=None):

@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.artefact import COMPLETE, load_manifest, write_json
 from paceline.contracts import MANIFEST_NAME
-from paceline.errors import FingerprintMismatch, PacelineError, UsageError
+from paceline.errors import FingerprintMismatch, PacelineError, TrainingError, UsageError
 from paceline.recipe import ExtractOptions, PlanOptions, Recipe, RunOptions, StageOptions
 from paceline.stages import PLAN_FILE, TIMES_FILE, plan_stages, read_kept, recipe_of
 from paceline.store import run_pair
@@ -124,13 +124,20 @@ def _is_plan_of(recipe: Recipe, path: Path) -> bool:
 
 def _make_plan(recipe: Recipe, planned: dict[str, StageOptions], path: Path) -> None:
     """A plan of this recipe beside the stages, so that the page can hold it against what came
-    (`paceline plan --measure` makes a better one). Nothing is foretold of a run that has begun."""
+    (`paceline plan --measure` makes a better one). Nothing is foretold of a run that has begun.
+
+    Raises TrainingError where no draft can be made for the target: `train` would say so too, but
+    after the stages that cost most.
+    """
     if any((Path(options.out) / MANIFEST_NAME).is_file() for options in planned.values()):
         return
     try:
         plan = importlib.import_module("paceline.plan")
         made = plan.VERB[1](PlanOptions(recipe=recipe, out=str(path)))
     except PacelineError as error:
+        # A draft that is trained further brings its own shape.
+        if isinstance(error, TrainingError) and not recipe.train.start_from:
+            raise
         logger.warning("run: no plan was made: %s", error)
         return
     gigabytes, minutes = made["total"]["bytes"] / 1e9, made["total"]["seconds"] / 60
