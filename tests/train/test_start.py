@@ -1,13 +1,21 @@
 """Starting values, and the head that stays the target's: against the target's own file."""
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from paceline.draft.from_target import draft_config
 from paceline.errors import TrainingError
-from paceline.vocab import load_vocabulary
+from paceline.recipe import DraftOptions
+from paceline.target.spec import Target, TargetReference
+from paceline.train.start import new_draft
+from paceline.vocab import DraftVocabulary, load_vocabulary
 
 from ..lines import trained
+from ..targets import FAMILIES, save_model
+
+LAST = "model.layers.7."
 
 
 def target_tensors(line):
@@ -37,6 +45,63 @@ def test_the_layers_are_the_targets_last_ones(line, tmp_path, num_layers):
         )
         ratio = draft[f"layers.{i}.mlp.down_proj.weight"] / theirs[f"{layer}mlp.down_proj.weight"]
         torch.testing.assert_close(ratio, torch.full_like(ratio, ratio[0, 0].item()))
+
+
+def started(folder, **options):
+    """The draft as it starts from a target in `folder`, and the target's tensors."""
+    target = Target(TargetReference(str(folder)))
+    config = draft_config(DraftOptions(**options), target.text_config, (2, 4, 5), 260)
+    vocabulary = DraftVocabulary.from_selected(np.arange(260), target.vocab_size)
+    draft = new_draft(config, vocabulary, target, torch.ones(3), 0, True, False)
+    return draft, load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+def test_gains_are_what_the_targets_norms_do_and_not_what_they_store(tmp_path, family, num_layers):
+    has_head_norms = family == "gemma3_text"
+    save_model(tmp_path, family)
+    draft, theirs = started(tmp_path, qk_norm=has_head_norms, num_layers=num_layers)
+    last = draft.layers[-1]
+    reads_state = last.hidden_norm if num_layers == 1 else last.input_layernorm
+    pairs = [
+        (draft.norm, "model.norm.weight"),
+        (reads_state, f"{LAST}input_layernorm.weight"),
+        # What llama calls so is there the norm of what attention puts out.
+        (last.post_attention_layernorm, f"{LAST}pre_feedforward_layernorm.weight"),
+    ]
+    if has_head_norms:
+        attention = last.self_attn
+        pairs += [(attention.q_norm, f"{LAST}self_attn.q_norm.weight")]
+        pairs += [(attention.k_norm, f"{LAST}self_attn.k_norm.weight")]
+    for ours, name in pairs:
+        torch.testing.assert_close(ours.weight, 1 + theirs[name], rtol=0, atol=1e-4)
+
+
+def test_a_norm_that_takes_off_the_mean_keeps_its_gain(tmp_path):
+    save_model(tmp_path, "cohere")
+    draft, theirs = started(tmp_path)
+    torch.testing.assert_close(draft.norm.weight, theirs["model.norm.weight"], rtol=1e-4, atol=0)
+
+
+def test_layers_without_a_norm_in_front_are_no_start(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(FAMILIES, "olmo2", {})
+    save_model(tmp_path, "olmo2")
+    draft, _ = started(tmp_path)
+    assert "the target's layers have another form" in caplog.text
+    assert torch.equal(draft.layers[0].hidden_norm.weight, torch.ones(32))
+    assert draft.layers[0].self_attn.q_proj.weight[:, :32].abs().sum() > 0
+
+
+def test_codes_of_a_quantised_weight_are_no_start(tmp_path, caplog):
+    save_model(tmp_path, "llama")
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = f"{LAST}self_attn.q_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, tmp_path / "model.safetensors")
+    draft, _ = started(tmp_path)
+    assert "the target's layers have another form" in caplog.text
+    assert draft.layers[0].self_attn.q_proj.weight[:, :32].abs().sum() > 0
 
 
 @pytest.mark.parametrize("init", ["target", "random"])

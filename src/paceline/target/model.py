@@ -121,6 +121,11 @@ def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
     )
 
 
+def bare_layers(target: Target) -> nn.ModuleList:
+    """The target's decoder layers in order, without any weights."""
+    return decoder_layers(_shell(target), target.num_layers)
+
+
 def final_norm_of(model: nn.Module, num_layers: int) -> nn.Module:
     """The norm between the last layer and the head."""
     decoder = decoder_of(model, num_layers)

@@ -14,13 +14,14 @@ from paceline.draft.model import LLAMA_LAYER_NAMES, Draft, DraftLayer
 from paceline.errors import FingerprintMismatch, TrainingError
 from paceline.forms.source import DraftSource
 from paceline.store import Store
-from paceline.target.model import TeacherHead, load_embedding
+from paceline.target.model import TeacherHead, bare_layers, load_embedding
 from paceline.target.spec import Target
 from paceline.vocab import DraftVocabulary
 
 logger = logging.getLogger(__name__)
 
 _RANDOM_STD = 0.02
+_BEFORE_MLP = "pre_feedforward_layernorm.weight"
 
 
 def earlier_draft(source: DraftSource, target: Target, store: Store) -> Draft:
@@ -98,34 +99,57 @@ def _start_from_layers(draft: Draft, target: Target, aux_rms: torch.Tensor) -> N
     if config.aux_norm == "none":
         draft.fc.weight /= scale
     first = max(target.num_layers - config.num_layers, 0)
+    bare = bare_layers(target)
     for number, layer in zip(range(first, target.num_layers), draft.layers, strict=False):
-        _copy_layer(layer, target, number, scale)
+        _copy_layer(layer, target.layer_tensors(number), bare[number], scale)
 
 
-def _copy_layer(layer: DraftLayer, target: Target, number: int, scale: float) -> None:
+def _copy_layer(
+    layer: DraftLayer, theirs: dict[str, torch.Tensor], bare: nn.Module, scale: float
+) -> None:
     """A layer of the target on the state half of the inputs, zeros on the embedding half.
 
-    What the layer adds to the residual stream is divided by the stream's scale, since the draft's
-    stream starts at unit scale.
+    theirs, bare: the target's layer, its tensors and its modules without them. What the layer adds
+    to the residual stream is divided by the stream's scale, since the draft's stream starts at unit
+    scale.
     """
-    theirs = target.layer_tensors(number)
     ours = dict(layer.named_parameters())
-    wanted = [name for name in LLAMA_LAYER_NAMES if name in ours]
     width = layer.input_layernorm.weight.numel()
-    if any(
-        name not in theirs or theirs[name].shape != _state_half(name, ours[name], width).shape
-        for name in wanted
-    ):
+    halves = {
+        (name, source): _state_half(name, ours[name], width)
+        for name, source in _sources(layer, theirs).items()
+    }
+    if any(not _is_like(theirs.get(source), half) for (_, source), half in halves.items()):
         logger.warning("train: the target's layers have another form; the draft's layer is random")
         return
-    for name in wanted:
-        value = theirs[name].float()
+    for (name, source), half in halves.items():
+        is_norm = source.endswith("norm.weight")
+        value = _gain_inside(bare, source, theirs) if is_norm else theirs[source].float()
         if name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
             value = value / scale
         ours[name].zero_()
-        _state_half(name, ours[name], width).copy_(value)
-    reads_state = layer.input_layernorm if layer.hidden_norm is None else layer.hidden_norm
-    reads_state.weight.copy_(theirs["input_layernorm.weight"].float())
+        half.copy_(value)
+
+
+def _sources(layer: DraftLayer, theirs: dict[str, torch.Tensor]) -> dict[str, str]:
+    """The draft's parameters that the target's layer gives, each with the name that it has there.
+
+    Layers that also norm what attention and MLP put out (Gemma 2 and 3) call one of these norms
+    what llama calls the norm in front of the MLP.
+    """
+    ours = dict(layer.named_parameters())
+    sources = {name: name for name in LLAMA_LAYER_NAMES if name in ours}
+    reads_state = "input_layernorm" if layer.hidden_norm is None else "hidden_norm"
+    sources[f"{reads_state}.weight"] = "input_layernorm.weight"
+    if _BEFORE_MLP in theirs:
+        sources["post_attention_layernorm.weight"] = _BEFORE_MLP
+    return sources
+
+
+def _is_like(tensor: torch.Tensor | None, wanted: torch.Tensor) -> bool:
+    """Whether a stored tensor is a weight of that shape: codes of a quantised one are nothing
+    without their scales."""
+    return tensor is not None and tensor.shape == wanted.shape and tensor.itemsize > 1
 
 
 def _state_half(name: str, weight: torch.Tensor, width: int) -> torch.Tensor:
@@ -134,8 +158,20 @@ def _state_half(name: str, weight: torch.Tensor, width: int) -> torch.Tensor:
     return weight[:, -width:] if reads_heads else weight
 
 
+def _gain_inside(bare: nn.Module, name: str, theirs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The gain that a stored norm weight of the target's layer stands for."""
+    path = name.removesuffix(".weight")
+    norm = bare.get_submodule(path)
+    for key, _ in list(norm.named_parameters()):
+        stored = theirs[f"{path}.{key}"].float()
+        setattr(norm, key, nn.Parameter(stored, requires_grad=False))
+    return _gain(norm)
+
+
 def _gain(norm: nn.Module) -> torch.Tensor:
-    """A norm's effective gain, whatever its convention (Gemma's is 1 + w): its output on a row of
-    ones, whose RMS is one."""
-    width = norm.weight.numel()
-    return norm(torch.ones(1, width, dtype=norm.weight.dtype, device=norm.weight.device))[0]
+    """A norm's effective gain, whatever its convention (Gemma's is 1 + w): from its outputs on a
+    row of ones and minus ones, whose mean is zero and whose RMS is one; a bias falls out."""
+    weight = norm.weight
+    row = torch.ones(1, weight.numel(), dtype=weight.dtype, device=weight.device)
+    row[:, 1::2] = -1
+    return ((norm(row) - norm(-row)) / 2 * row)[0]
