@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import paceline
 from paceline.align import coverage_curve, select_vocabulary
-from paceline.errors import FingerprintMismatch, UsageError, VocabularyError
+from paceline.errors import FingerprintMismatch, StoreCorruption, UsageError, VocabularyError
 from paceline.vocab import DraftVocabulary, load_vocabulary
 
 from .lines import extracted, prepared
@@ -86,6 +86,14 @@ def test_V05_a_mapping_is_never_reused_for_other_work(tmp_path):
 def test_an_end_of_turn_that_the_tokenizer_cannot_say_is_left_out():
     chosen = select_vocabulary(counts_of({3: 4, 5: 2}, 12), 2, 10, always=(5, 11))
     assert chosen.vocabulary.selected.tolist() == [3, 5]
+
+
+def test_counts_that_prepare_did_not_write_are_refused(tmp_path):
+    data = prepared(tmp_path)
+    path = data / "supervised_token_counts.npy"
+    np.save(path, np.load(path)[::-1].copy())
+    with pytest.raises(StoreCorruption, match=r"supervised_token_counts\.npy: was"):
+        paceline.align(data=str(data), out=str(tmp_path / "vocab"), draft_vocab_size=64)
 
 
 def test_a_store_says_the_same_as_its_data(tmp_path):

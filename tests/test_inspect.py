@@ -57,6 +57,41 @@ def test_a_changed_byte_is_found(tiny_run, tmp_path, stage):
         paceline.inspect(str(folder), verify=True)
 
 
+# What is no result: locks, what a resumed run reads, an index that is made anew from the shards.
+NO_RESULTS = {
+    "extract": ("index.safetensors", "stream/"),
+    "train": ("start.json", "heldout.json", "checkpoint", "best/"),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_result_file_can_change_unseen(tiny_run, tmp_path, stage):
+    folder = tmp_path / stage
+    shutil.copytree(tiny_run / stage, folder)
+    names = [str(p.relative_to(folder)) for p in sorted(folder.rglob("*")) if p.is_file()]
+    left_out = (".", *NO_RESULTS.get(stage, ()))
+    looked_at = [name for name in names if not name.startswith(left_out)]
+    assert CONTENT[stage] in looked_at
+    for name in looked_at:
+        path = folder / name
+        data = path.read_bytes()
+        path.write_bytes(data[:-2] or b"not empty any more")
+        with pytest.raises(PacelineError):
+            paceline.inspect(str(folder), verify=True)
+            pytest.fail(f"{name} was changed, and nothing is said")
+        path.write_bytes(data)
+    assert paceline.inspect(str(folder), verify=True)["verified"]
+
+
+def test_a_draft_s_shape_cannot_be_edited(tiny_run, tmp_path):
+    folder = tmp_path / "train"
+    shutil.copytree(tiny_run / "train", folder)
+    path = folder / "draft.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 0.5}))
+    with pytest.raises(StoreCorruption, match=r"draft\.json: was"):
+        paceline.inspect(str(folder), verify=True)
+
+
 @pytest.mark.parametrize("change", [lambda data: data[:-3] + b"9" + data[-2:], None])
 def test_a_changed_or_lost_file_beside_the_shards_is_found(tiny_run, tmp_path, change):
     folder = tmp_path / "extract"

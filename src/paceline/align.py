@@ -13,6 +13,7 @@ from paceline.artefact import Manifest, describe_input, load_finished, open_stag
 from paceline.contracts import TRAIN_SPLIT
 from paceline.errors import UsageError, VocabularyError
 from paceline.recipe import AlignOptions
+from paceline.side_files import check_side_files
 from paceline.store import Store
 from paceline.target.spec import open_target
 from paceline.verbs import make_callable
@@ -110,6 +111,7 @@ def run(options: AlignOptions) -> dict[str, Any]:
 
 def _of_data(folder: Path, manifest: Manifest) -> Supervised:
     made = manifest.result
+    check_side_files(folder, manifest, made["supervised_token_counts_file"])
     return Supervised(
         counts=np.load(folder / made["supervised_token_counts_file"], allow_pickle=False),
         num_real_tokens=made["num_real_tokens"],

@@ -14,17 +14,17 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from paceline import fingerprint
-from paceline.artefact import COMPLETE, Manifest, differences, load_finished, load_manifest
+from paceline.artefact import COMPLETE, Manifest, load_finished, load_manifest
 from paceline.contracts import MANIFEST_NAME, TokenSample
 from paceline.dataset import list_parts, read_part
 from paceline.errors import StoreCorruption, TargetError, UsageError
 from paceline.exchange.export_store import content_of as content_of_files
-from paceline.extract.run import describe_side_files
 from paceline.forms.load import CONFIG_FILE, WEIGHTS_FILE
 from paceline.prepare.generate import list_answer_parts
 from paceline.prepare.summary import add_up
 from paceline.recipe import InspectOptions, TargetOptions
 from paceline.runlog import read_log
+from paceline.side_files import check_side_files
 from paceline.store import Store
 from paceline.store.cache import Cache
 from paceline.store.place import Place, is_remote
@@ -85,6 +85,7 @@ def verify(folder: Path, manifest: Manifest) -> dict[str, Any]:
         content = _CONTENT[manifest.stage](folder, manifest)
     except (OSError, ValueError) as error:
         raise StoreCorruption(f"{folder} cannot be read: {error}") from error
+    check_side_files(folder, manifest)
     if content is not None and manifest.of_content(content) != manifest.fingerprint:
         raise StoreCorruption(
             f"{folder} holds other content than its manifest says: it was changed after "
@@ -104,16 +105,9 @@ def _manifest(folder: Path) -> Manifest:
     return load_manifest(folder)
 
 
-def _store_content(folder: Path, manifest: Manifest) -> None:
+def _store_content(folder: Path, _: Manifest) -> None:
     # A store knows its own bytes tensor by tensor, and says which one is damaged.
     Store(folder).verify()
-    # Stores of other verbs have none.
-    expected = manifest.result.get("side_files")
-    if expected is not None and (lines := differences(expected, describe_side_files(folder))):
-        raise StoreCorruption(
-            f"{folder}: files beside the shards are not what they were: {'; '.join(lines)}. No "
-            "state is lost; they say what the engine was and which samples are bad."
-        )
 
 
 def _align_content(folder: Path, _: Manifest) -> str:
@@ -134,7 +128,8 @@ def _result_content(folder: Path, _: Manifest) -> str:
     return fingerprint.of_json(json.loads((folder / "result.json").read_text()))
 
 
-# For each stage the fingerprint of what it wrote, made again from the files.
+# For each stage the fingerprint of its content, made again from the files; the stage's side files
+# are looked at apart.
 _CONTENT: dict[str, Callable[[Path, Manifest], str | None]] = {
     "prepare": lambda folder, manifest: add_up(folder, manifest.result["vocab_size"]).content,
     "generate": lambda folder, _: fingerprint.of_files(list_answer_parts(folder)),

@@ -24,6 +24,7 @@ from paceline.evaluate.speedup import predict
 from paceline.evaluate.walks import Measured
 from paceline.forms.source import DraftSource, open_draft
 from paceline.recipe import EvaluateOptions
+from paceline.side_files import describe_side_files
 from paceline.store.remote import finished_manifest
 from paceline.target.spec import open_target
 
@@ -84,7 +85,8 @@ def run(options: EvaluateOptions) -> dict[str, Any]:
         if options.speedup.predict:
             draft = drafted_by.load(target, dtype).to(device)
             result["speedup"] = predict(options.speedup, draft, target, result["results"])
-        _write(stage.path, result, measured)
+        result |= _write_rows(stage.path, measured)
+        write_json(stage.path / RESULT_FILE, result)
         return stage.finish(result, content=fingerprint.of_json(result))
 
 
@@ -120,10 +122,11 @@ def _describe_answers(options: EvaluateOptions) -> dict[str, Any]:
     return describe_questions(options)
 
 
-def _write(folder: Path, result: dict[str, Any], measured: Measured) -> None:
+def _write_rows(folder: Path, measured: Measured) -> dict[str, Any]:
+    """Returns what the result says of the files."""
     files = {CONVERSATIONS_FILE: measured.conversations, ANSWERS_FILE: measured.answers}
     for name, rows in files.items():
         if rows:
             text = "".join(json.dumps(row) + "\n" for row in rows)
             write_atomically(folder / name, text.encode())
-    write_json(folder / RESULT_FILE, result)
+    return describe_side_files(folder, files)

@@ -23,15 +23,18 @@ from paceline.export.card import CARD_FILE, model_card
 from paceline.export.serving import served_name, serving_command
 from paceline.export.verify import EXPORTED_DTYPES, verify_exported
 from paceline.forms.carry import FORMS, Carried, check_carried
-from paceline.forms.compact import write_compact
+from paceline.forms.compact import COMPACT_FILE, COMPACT_WEIGHTS_FILE, write_compact
 from paceline.forms.config_json import Serving
 from paceline.forms.load import CONFIG_FILE, WEIGHTS_FILE
 from paceline.forms.source import DraftSource, open_draft
 from paceline.forms.write import write_draft
 from paceline.recipe import ExportOptions
+from paceline.side_files import describe_side_files
 from paceline.target.spec import Target, open_target
 
 logger = logging.getLogger(__name__)
+
+_COMPACT = "compact"
 
 
 def run(options: ExportOptions) -> dict[str, Any]:
@@ -71,6 +74,7 @@ def run(options: ExportOptions) -> dict[str, Any]:
             "forms": {form: _export(job, form, found) for form, found in carried.items()},
             "compact": _keep(job) if options.compact else None,
         }
+        result |= describe_side_files(stage.path, _side_files(options))
         return stage.finish(result, content=_content(stage.path, options.server))
 
 
@@ -87,7 +91,7 @@ class _Job:
 
 def _keep(job: _Job) -> dict[str, Any]:
     evaluated = None if job.evaluated is None else job.evaluated.result
-    return write_compact(job.folder / "compact", job.draft, job.target, job.trained, evaluated)
+    return write_compact(job.folder / _COMPACT, job.draft, job.target, job.trained, evaluated)
 
 
 def _export(job: _Job, form: str, carried: Carried) -> dict[str, Any]:
@@ -175,6 +179,12 @@ def _verified_again(
             verify_exported(folder / form, target, draft)
             logger.info("export: %s replays the trained draft", folder / form)
     return result
+
+
+def _side_files(options: ExportOptions) -> list[Path]:
+    cards = [Path(form) / CARD_FILE for form in options.server]
+    compact = [Path(_COMPACT) / name for name in (COMPACT_FILE, COMPACT_WEIGHTS_FILE)]
+    return [*cards, *(compact if options.compact else [])]
 
 
 def _content(folder: Path, forms: list[str]) -> str:

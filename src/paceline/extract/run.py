@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paceline import fingerprint
 from paceline.artefact import StageFolder, describe_input
 from paceline.contracts import Accounting, LayerPlan, TokenSample
 from paceline.dataset import TokenDataset
@@ -23,6 +22,7 @@ from paceline.extract.sink import FLAGS_PATTERN, QUARANTINE_PATTERN, Destination
 from paceline.extract.start import START_FILE, ensure_probed, read_start
 from paceline.progress import progress_bar
 from paceline.recipe import ExtractOptions
+from paceline.side_files import describe_side_files
 from paceline.store import StoreSpec, content_fingerprint, published_ids, stream_writer
 from paceline.store.announced import announcement
 from paceline.store.files import published_bytes
@@ -191,12 +191,10 @@ def _capture(
     return total
 
 
-def describe_side_files(folder: Path) -> dict[str, str]:
-    """What lies beside the shards, by name, with the fingerprint of each: so that `inspect
-    --verify` finds damage there too."""
+def _side_files(folder: Path) -> list[str]:
+    """What lies beside the shards."""
     patterns = (START_FILE, QUARANTINE_PATTERN.format(worker="*"), FLAGS_PATTERN.format(worker="*"))
-    paths = sorted(path for pattern in patterns for path in folder.glob(pattern))
-    return {path.name: fingerprint.of_file(path) for path in paths}
+    return [path.name for pattern in patterns for path in folder.glob(pattern)]
 
 
 def _finish(
@@ -215,7 +213,7 @@ def _finish(
     result = {
         "accounting": accounting.as_dict(),
         "flagged": len(read_lines(stage.path, FLAGS_PATTERN)),
-        "side_files": describe_side_files(stage.path),
+        **describe_side_files(stage.path, _side_files(stage.path)),
         **told,
     }
     return stage.finish(result, content=content_fingerprint(stage.path))

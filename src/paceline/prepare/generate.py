@@ -24,6 +24,7 @@ from paceline.prepare.self_prompt import PROMPTS_FILE, write_self_prompts
 from paceline.prepare.template import ChatTemplate, require_template
 from paceline.progress import progress_bar
 from paceline.recipe import GenerateOptions
+from paceline.side_files import describe_side_files
 from paceline.target.spec import Target, open_target
 from paceline.verbs import make_callable
 
@@ -99,6 +100,11 @@ def _answer_all(
         engine.close()
 
 
+def _side_files(folder: Path, parts: list[Path]) -> list[Path]:
+    """The records of the parts, which say what became of rows without an answer."""
+    return [part.with_suffix(".json").relative_to(folder) for part in parts]
+
+
 def _finish(target: Target, options: GenerateOptions, folder: StageFolder) -> dict[str, Any]:
     parts = list_answer_parts(folder.path)
     num_rows = answered = exact = response_tokens = 0
@@ -141,6 +147,7 @@ def _finish(target: Target, options: GenerateOptions, folder: StageFolder) -> di
         "system_prompt": options.system_prompt,
         "engines": engines,
         "parts": len(parts),
+        **describe_side_files(folder.path, _side_files(folder.path, parts)),
     }
     return folder.finish(result, fingerprint.of_files(parts))
 

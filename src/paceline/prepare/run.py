@@ -29,6 +29,7 @@ from paceline.prepare.summary import (
 from paceline.prepare.template import template_text
 from paceline.progress import progress_bar
 from paceline.recipe import PrepareOptions
+from paceline.side_files import describe_side_files
 from paceline.target.spec import Target, open_target
 
 logger = logging.getLogger(__name__)
@@ -167,6 +168,7 @@ def _finish(
     _check_share(options, totals.num_bad, totals.rows, folder.path)
     write_counts(folder.path, totals)
     result = _result(options, target, totals, converter)
+    result |= describe_side_files(folder.path, [COUNTS_FILE, SKIPPED_FILE])
     return folder.finish(result, totals.content)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from paceline.errors import UsageError
+from paceline.side_files import SIDE_FILES
 from paceline.store.reader import ShardReader, Store
 from paceline.store.spec import StoreSpec
 from paceline.store.staging import DELETED
@@ -37,5 +38,5 @@ def copy_samples(store: ShardReader, indices: Iterable[int], writer: ShardWriter
 
 def carried_result(store: Store) -> dict[str, Any]:
     """What a store's manifest says of its states, for a store made of them."""
-    own = ("accounting", "timing", DELETED, "side_files")
+    own = ("accounting", "timing", DELETED, SIDE_FILES)
     return {name: value for name, value in store.manifest.result.items() if name not in own}

@@ -19,13 +19,15 @@ from paceline.artefact import (
     write_json,
 )
 from paceline.device import dtype_name, product_flops, reset_peak, training_dtype
-from paceline.draft.checkpoint import WEIGHTS_FILE, write_draft
+from paceline.draft.checkpoint import CONFIG_FILE, WEIGHTS_FILE, write_draft
 from paceline.draft.config import DraftConfig
 from paceline.draft.from_target import draft_config
 from paceline.draft.model import Draft
 from paceline.errors import FingerprintMismatch, UsageError
 from paceline.forms.source import open_draft
 from paceline.recipe import TrainOptions
+from paceline.runlog import LOG_FILE
+from paceline.side_files import describe_side_files
 from paceline.store import Follower, Store
 from paceline.target.spec import Target, open_target
 from paceline.train.balance import RankShare
@@ -196,6 +198,7 @@ def _finish(
             result |= {"draft_step": found["steps"], "heldout": found["heldout"]}
             tensors = best.tensors()
     write_draft(stage.path, trainer.draft.config, tensors)
+    result |= describe_side_files(stage.path, [CONFIG_FILE, LOG_FILE])
     stage.finish(result, content=fingerprint.of_file(stage.path / WEIGHTS_FILE))
 
 
