@@ -304,14 +304,15 @@ def work_to_keep(
     overwrite: Overwrite,
 ) -> Manifest | None:
     """The manifest that read() finds `where`, if its work goes on or is done; None where it is to
-    be started over (see open_stage), a manifest that cannot be read too.
+    be started over (see open_stage).
 
-    Raises FingerprintMismatch for other work, and what read() raises, unless `overwrite`.
+    Raises FingerprintMismatch for other work unless `overwrite`. A manifest that cannot be read
+    may be that of the work asked for, so what read() raises passes unless `overwrite` is True.
     """
     try:
         found = read()
     except (UsageError, StoreCorruption):
-        if not overwrite:
+        if overwrite is not True:
             raise
         return None
     lines = differences(found.inputs, _plain(inputs)) + differences(found.options, _plain(options))
