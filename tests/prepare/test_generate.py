@@ -298,6 +298,30 @@ def test_variables_and_system_prompt_are_the_same_in_prepare(
         paceline.prepare(**(prepare | {"target": str(other)}), out=str(tmp_path / "c"))
 
 
+def test_a_folder_is_known_however_it_is_named(
+    tmp_path: Path, target: Path, echo: EchoEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    Generated(tmp_path / "mine", target, [chat("q")], system_prompt="S")
+    for number, name in enumerate((f"{tmp_path}/mine/gen*", "~/mine/generated", "~/mine/gen*")):
+        prepare = {"target": str(target), "data": [name], "out": str(tmp_path / f"out{number}")}
+        with pytest.raises(UsageError, match="system_prompt: was 'S', now 'other'"):
+            paceline.prepare(**prepare, system_prompt="other")
+        assert paceline.prepare(**prepare)["system_prompt"] == "S"
+
+
+def test_folders_that_disagree_are_refused_in_any_order(
+    tmp_path: Path, target: Path, echo: EchoEngine
+) -> None:
+    with_system = Generated(tmp_path / "a", target, [chat("q")], system_prompt="S").folder
+    without = Generated(tmp_path / "b", target, [chat("q")]).folder
+    for folders in ([with_system, without], [without, with_system]):
+        with pytest.raises(UsageError, match="folder before it:\n  system_prompt: was"):
+            paceline.prepare(
+                target=str(target), data=[str(f) for f in folders], out=str(tmp_path / "out")
+            )
+
+
 def test_sampled_answers_go_by_their_own_seeds(tmp_path: Path, target: Path) -> None:
     rows = [chat(f"q{i}") for i in range(12)]
     sampled = {"temperature": 1.0, "top_p": 0.9, "max_new_tokens": 12}

@@ -56,22 +56,34 @@ def from_json(text: bytes | str) -> Any:
         raise ValueError("nested too deeply") from error
 
 
-def find_files(patterns: Iterable[str]) -> list[Path]:
-    """The files that paths, glob patterns and folders of `generate` name, in the order given.
+def find_entries(patterns: Iterable[str]) -> list[Path]:
+    """The files and folders that paths and glob patterns name, in the order given.
 
     Raises UsageError.
     """
-    files: list[Path] = []
+    entries: list[Path] = []
     for pattern in patterns:
         path = Path(pattern).expanduser()
         found = [path] if path.exists() else [Path(p) for p in sorted(glob.glob(str(path)))]
         if not found:
             raise UsageError(f"data: {pattern}: no such file")
-        for entry in found:
-            files += _inside(entry) if entry.is_dir() else [entry]
+        entries += found
+    return entries
+
+
+def files_of(entries: Iterable[Path]) -> list[Path]:
+    """Files as they are, and those of the answers in folders of `generate`. Raises UsageError."""
+    files: list[Path] = []
+    for entry in entries:
+        files += _inside(entry) if entry.is_dir() else [entry]
     if not files:
         raise UsageError("no data given: pass files of conversations as `data`")
     return files
+
+
+def find_files(patterns: Iterable[str]) -> list[Path]:
+    """The files that paths, glob patterns and folders of `generate` name. Raises UsageError."""
+    return files_of(find_entries(patterns))
 
 
 def fingerprint_files(files: Iterable[Path]) -> str:

@@ -5,7 +5,7 @@ files. What a resumed run must know lies inside the parts.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -16,7 +16,14 @@ from paceline.artefact import StageFolder, differences, load_finished, open_stag
 from paceline.dataset import list_parts, read_record, write_part
 from paceline.errors import DataError, UsageError
 from paceline.prepare.convert import DELIBERATE, GIVEN_IDS, Converter
-from paceline.prepare.reading import RawRow, count_rows, find_files, fingerprint_files, read_rows
+from paceline.prepare.reading import (
+    RawRow,
+    count_rows,
+    files_of,
+    find_entries,
+    fingerprint_files,
+    read_rows,
+)
 from paceline.prepare.summary import (
     COUNTS_FILE,
     SKIPPED_FILE,
@@ -37,6 +44,8 @@ logger = logging.getLogger(__name__)
 # A part is closed at whichever comes first; both depend on the data alone.
 PART_ROWS = 2000
 PART_BYTES = 8 << 20
+# Options that `generate` has too, taken over from its folders where they are left open.
+_SHAPING = ("chat_template_kwargs", "system_prompt")
 # Before so many rows, a share says too little to stop a run.
 _SHARE_MATTERS_AFTER = 1000
 
@@ -50,12 +59,11 @@ def run(options: PrepareOptions) -> dict[str, Any]:
     if not options.out:
         raise UsageError("prepare: no `out` given: name the folder to write")
     target = open_target(options)
-    files = find_files(options.data)
+    entries = find_entries(options.data)
+    files = files_of(entries)
     template = template_text(target, options.chat_template)
     inputs = _inputs(target, template, files)
-    for path in map(Path, options.data):
-        if path.is_dir():
-            options = _agree(options, path, inputs)
+    options = _agree(options, [entry for entry in entries if entry.is_dir()], inputs)
     identity = options.identity()
     # The template is compared by its text, wherever its file lies.
     identity.pop("chat_template")
@@ -83,26 +91,30 @@ def _inputs(target: Target, template: str | None, files: list[Path]) -> dict[str
     }
 
 
-def _agree(options: PrepareOptions, path: Path, inputs: dict[str, Any]) -> PrepareOptions:
-    """Options with what shaped the answers of a `generate` folder where they leave it open.
+def _agree(
+    options: PrepareOptions, folders: Iterable[Path], inputs: dict[str, Any]
+) -> PrepareOptions:
+    """Options with what shaped the answers of `generate` folders where they leave it open.
 
-    Raises UsageError where they say otherwise: the answers would stand in another context.
+    Raises UsageError where they, or two folders, say otherwise: the answers would stand in another
+    context.
     """
-    manifest = load_finished(path, "generate")
-    found = {name: manifest.inputs[name]["fingerprint"] for name in ("target", "template")}
-    wanted = {name: inputs[name]["fingerprint"] for name in ("target", "template")}
-    found["target"] = {part: found["target"][part] for part in wanted["target"]}
-    lines = differences(found, wanted)
-    shaping = {name: manifest.options[name] for name in ("chat_template_kwargs", "system_prompt")}
-    given = {name: value for name in shaping if (value := getattr(options, name))}
-    lines += differences({name: shaping[name] for name in given}, given)
-    if lines:
-        raise UsageError(
-            f"data: the answers in {path} were written with other settings than prepare's:\n  "
-            + "\n  ".join(lines)
-        )
-    shaping["begin_token"] = manifest.options["begin_token"]
-    return options.model_copy(update=shaping)
+    agreed = {name: value for name in _SHAPING if (value := getattr(options, name))}
+    for folder in folders:
+        manifest = load_finished(folder, "generate")
+        found = {name: manifest.inputs[name]["fingerprint"] for name in ("target", "template")}
+        wanted = {name: inputs[name]["fingerprint"] for name in ("target", "template")}
+        found["target"] = {part: found["target"][part] for part in wanted["target"]}
+        shaping = {name: manifest.options[name] for name in (*_SHAPING, "begin_token")}
+        lines = differences(found, wanted)
+        lines += differences({name: shaping[name] for name in agreed}, agreed)
+        if lines:
+            raise UsageError(
+                f"data: the answers in {folder} were written with other settings than prepare's "
+                "or those of a folder before it:\n  " + "\n  ".join(lines)
+            )
+        agreed = shaping
+    return options.model_copy(update=agreed)
 
 
 def _convert_all(
