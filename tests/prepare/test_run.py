@@ -4,6 +4,7 @@ import errno
 import importlib
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,22 @@ def test_sources_are_mixed_by_weight(tmp_path: Path, target: Path) -> None:
     assert "y" not in kept
     assert 30 < kept["x"] < 70
     assert done.result["skipped"] == {"source_weight": 300 - sum(kept.values())}
+
+
+def test_weights_of_sources_that_are_not_there_are_refused(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "PART_ROWS", 8)
+    rows = [chat(f"q{i}", "a", source="xyz"[i // 10]) for i in range(30)]
+    prepared = partial(Prepared, tmp_path, target, rows, overwrite=True)
+    with pytest.raises(UsageError, match="no row is of source u, v; there are x, y, z"):
+        prepared(source_weights={"v": 0.5, "x": 0.0, "u": 0.5})
+    # A source of which nothing is kept was there, and one after the limit may be.
+    assert len(prepared(source_weights={"x": 0.0, "y": 0.0}).samples) == 10
+    assert len(prepared(source_weights={"z": 0.5}, limit=10).samples) == 10
+    for weight in (7.0, -0.1):
+        with pytest.raises(UsageError, match=r"source_weights\.x"):
+            prepared(source_weights={"x": weight})
 
 
 def test_a_limit_takes_the_first_rows(tmp_path: Path, target: Path) -> None:

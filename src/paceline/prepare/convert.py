@@ -51,6 +51,7 @@ class PartRecord:
     cut_supervised: int = 0
     methods: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
+    sources: Counter[str] = field(default_factory=Counter)  # of the rows, kept or not
     seen_contents: str = ""
     seen_ids: str = ""
     seen_conversations: str = ""
@@ -92,7 +93,7 @@ class Converter:
     def convert(self, rows: list[RawRow]) -> tuple[list[TokenSample], PartRecord]:
         """Samples in the order of their rows. Raises DataError at a bad row where strict."""
         record = PartRecord(rows=len(rows))
-        pending = [self._read(row) for row in rows]
+        pending = [self._read(row, record) for row in rows]
         masked = self._masker.results() if self._masker else iter(())
         samples: list[TokenSample] = []
         for entry in pending:
@@ -142,12 +143,13 @@ class Converter:
         if self._masker is not None:
             self._masker.close()
 
-    def _read(self, row: RawRow) -> _Pending:
+    def _read(self, row: RawRow, record: PartRecord) -> _Pending:
         pending = _Pending(row)
         try:
             values = parse_row(row)
             identity = identify(values, default_source=source_of(row.file))
             pending.row_id = identity.id or None
+            record.sources[identity.source] += 1
             pending.content = self._content(values, identity)
             self._admit(pending.content)
             if isinstance(pending.content, Conversation):

@@ -171,11 +171,22 @@ def _check_share(options: PrepareOptions, num_bad: int, num_rows: int, folder: P
         )
 
 
+def _check_weights(options: PrepareOptions, totals: Totals) -> None:
+    """Raises UsageError where a weight is of no source. A `limit` may keep its rows from us."""
+    unknown = sorted(set(options.source_weights) - set(totals.rows_of))
+    if unknown and (options.limit is None or totals.rows < options.limit):
+        raise UsageError(
+            f"source_weights: no row is of source {', '.join(unknown)}; there are "
+            f"{', '.join(sorted(totals.rows_of)) or 'none'}"
+        )
+
+
 def _finish(
     options: PrepareOptions, target: Target, converter: Converter, folder: StageFolder
 ) -> dict[str, Any]:
     totals = add_up(folder.path, target.vocab_size)
     write_skipped(folder.path)
+    _check_weights(options, totals)
     require_usable(totals, folder.path)
     _check_share(options, totals.num_bad, totals.rows, folder.path)
     write_counts(folder.path, totals)

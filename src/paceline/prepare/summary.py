@@ -22,7 +22,8 @@ SKIPPED_FILE = "skipped.jsonl"
 
 @dataclass
 class Totals:
-    """Sums over all parts. `content` fingerprints every column of every sample."""
+    """Sums over all parts. rows_of: rows of each source, kept or not. `content` fingerprints every
+    column of every sample."""
 
     vocab_size: int
     rows: int = 0
@@ -30,6 +31,7 @@ class Totals:
     skipped: Counter[str] = field(default_factory=Counter)
     methods: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
+    rows_of: Counter[str] = field(default_factory=Counter)
     split_samples: int = 0
     cut_samples: int = 0
     cut_supervised: int = 0
@@ -58,6 +60,7 @@ class Totals:
         self.skipped.update(entry["reason"] for entry in record["skipped"])
         self.methods.update(record["methods"])
         self.notes.update(record["notes"])
+        self.rows_of.update(record["sources"])
         self.split_samples += record["split_samples"]
         self.cut_samples += record["cut_samples"]
         self.cut_supervised += record["cut_supervised"]

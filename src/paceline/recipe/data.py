@@ -41,8 +41,10 @@ class PrepareOptions(StageOptions, TargetOptions):
         "well, and more rows teach. Held-out samples keep to the answers.",
     )
     limit: int | None = opt(None, "Use only the first N rows of the data.", ge=1)
-    source_weights: dict[str, float] = opt(
-        {}, "Share of the rows to keep of each source (0 to 1); sources not named are kept whole."
+    source_weights: dict[str, Share] = opt(
+        {},
+        "Share of the rows to keep of each source (0 to 1); sources not named are kept whole, and "
+        "a name that no row has is an error.",
     )
     deduplicate: bool = opt(True, "Drop conversations whose content was seen before.")
     strict: bool = opt(False, "Any row that cannot be used makes the run fail.", identity=False)
