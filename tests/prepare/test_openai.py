@@ -1,8 +1,11 @@
 """Engine `openai` against a real HTTP server process: exact ids, patience, bounds, nothing lost."""
 
+import asyncio
 import json
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -215,6 +218,45 @@ def test_an_answer_told_by_words_that_was_cut_has_no_end(
         assert said == row["messages"][-1]["content"] + end
         assert sample.finished == row["finished"] == (reason == "stop")
     assert result["unfinished"] == reasons.count("length")
+
+
+def test_answers_inside_a_running_loop(
+    tmp_path: Path, target: Path, serve: Callable[..., str]
+) -> None:
+    """As in a notebook, where every cell runs in a loop."""
+    plain = Generated(tmp_path / "a", target, ROWS[:9], **openai(serve()))
+
+    async def cell(folder: str, **options: Any) -> Generated:
+        return Generated(tmp_path / folder, target, ROWS[:9], **options)
+
+    assert asyncio.run(cell("b", **openai(serve()))).rows == plain.rows
+    with pytest.raises(EngineError, match="is the server up"):
+        asyncio.run(cell("c", **openai("http://127.0.0.1:9/v1")))
+
+
+def test_an_interrupt_inside_a_running_loop_ends_the_requests(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = []
+
+    async def never(*_: Any) -> None:
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append(True)
+
+    async def cell() -> None:
+        options = openai("http://127.0.0.1:9/v1", served_model="toy", concurrency=1)
+        Generated(tmp_path, target, ROWS[:1], **options)
+
+    monkeypatch.setattr(openai_engine.OpenAIAnswers, "_post", never)
+    # A loop as a notebook's kernel has it: Python's own handler raises KeyboardInterrupt.
+    loop = asyncio.new_event_loop()
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(cell())
+    loop.close()
+    assert ended == [True]
 
 
 def test_past_the_end_needs_ids(tmp_path: Path, target: Path, serve: Callable[..., str]) -> None:

@@ -7,9 +7,10 @@
 import asyncio
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -17,6 +18,8 @@ from paceline.answers.engine import STOP, Answer, Prompt, Sampling, common_reaso
 from paceline.errors import EngineError, UsageError
 from paceline.recipe import GenerateOptions
 from paceline.target.spec import Target
+
+T = TypeVar("T")
 
 # Too many requests, and what a server says while it starts, stops or is in trouble.
 _TRY_AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}
@@ -40,7 +43,7 @@ class OpenAIAnswers:
         self.options = options
         self.url = options.server.rstrip("/")
         self.headers = _headers(options)
-        self.model = options.served_model or asyncio.run(self._only_model())
+        self.model = options.served_model or _run(self._only_model())
         self.describe = {
             "name": "openai",
             "server_api": options.server_api,
@@ -54,7 +57,7 @@ class OpenAIAnswers:
         on_answer: Callable[[Answer], None],
     ) -> None:
         try:
-            asyncio.run(self._answer_all(prompts, sampling, on_answer))
+            _run(self._answer_all(prompts, sampling, on_answer))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures
 
@@ -242,6 +245,29 @@ class OpenAIAnswers:
 
 
 _MESSAGE_KEYS = ("role", "content", "reasoning_content", "reasoning", "tool_calls")
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """The work's result. In a thread of its own where this one runs a loop, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
+
+    async def told() -> T:
+        running.append((asyncio.get_running_loop(), asyncio.current_task()))
+        return await work
+
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(asyncio.run, told())
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            # Else the interrupt would wait for all answers.
+            for loop, task in running:
+                loop.call_soon_threadsafe(task.cancel)
+            raise
 
 
 def _with_end(ids: list[int], choice: dict[str, Any], sampling: Sampling) -> list[int]:
