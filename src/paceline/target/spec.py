@@ -10,9 +10,9 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from paceline import fingerprint
 from paceline.errors import FingerprintMismatch, TargetError
 from paceline.recipe import TargetOptions
+from paceline.target.identity import fingerprints_of, ids_in, read_json
 from paceline.target.resolve import converted_from, resolve
 from paceline.target.weights import Weights
 
@@ -81,12 +81,12 @@ class Target:
         """Ids that end the target's turn: of the generation config, the config, the tokenizer."""
         found: set[int] = set()
         for value in (
-            self._generation_config().get("eos_token_id"),
+            read_json(self.folder / "generation_config.json").get("eos_token_id"),
             getattr(self.text_config, "eos_token_id", None),
             self.tokenizer.eos_token_id,
         ):
-            found.update(value if isinstance(value, list | tuple) else [value])
-        return tuple(sorted(i for i in found if i is not None and i < self.vocab_size))
+            found |= ids_in(value)
+        return tuple(sorted(i for i in found if i < self.vocab_size))
 
     @cached_property
     def weights(self) -> Weights:
@@ -94,25 +94,10 @@ class Target:
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
-        """Named parts, so that a mismatch can say which part differs; of a GGUF file, which holds
-        them all, its own for each."""
+        """By part, see `identity`; of a GGUF file, which holds them all, its own for each."""
         if source := converted_from(self.folder):
             return dict.fromkeys(("config", "weights", "tokenizer"), source)
-        config = {
-            key: value
-            for key, value in json.loads((self.folder / "config.json").read_text()).items()
-            if key not in ("transformers_version", "_name_or_path")
-        }
-        tokenizer_files = [
-            p
-            for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
-            if (p := self.folder / name).is_file()
-        ]
-        return {
-            "config": fingerprint.of_json(config),
-            "weights": self.weights.fingerprint(),
-            "tokenizer": fingerprint.of_files(tokenizer_files),
-        }
+        return fingerprints_of(self.folder, self.weights)
 
     def check_made_by(self, made_by: dict[str, str], what: str, remedy: str = "") -> None:
         """Refuses what another target made. made_by: the fingerprints that its manifest recorded.
@@ -140,10 +125,6 @@ class Target:
     def layer_tensors(self, index: int) -> dict[str, torch.Tensor]:
         """The tensors of decoder layer `index` by their names inside the layer."""
         return self.weights.load_layer(index)
-
-    def _generation_config(self) -> dict[str, Any]:
-        path = self.folder / "generation_config.json"
-        return json.loads(path.read_text()) if path.is_file() else {}
 
     def _dimension(self, name: str) -> int:
         value = getattr(self.text_config, name, None)
