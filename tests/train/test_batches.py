@@ -4,9 +4,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.errors import TrainingError
 from paceline.recipe import TrainOptions
 from paceline.store import Store
 from paceline.train.balance import RankShare
@@ -189,6 +191,12 @@ def test_a_sample_of_which_only_the_first_token_is_supervised_is_in_no_step(tmp_
     assert sorted(step.num_rows for step in steps) == [1, 2]
     assert plan.num_samples() == 2
     assert plan.rows_per_step() == 2
+
+
+def test_a_stream_that_ends_without_a_sample_is_told():
+    for pieces in ([[]], [None, [], []]):
+        with pytest.raises(TrainingError, match="store ended without a sample of the training"):
+            make([5], pieces=pieces).first_samples(3)
 
 
 def test_rows_are_those_that_step_0_teaches():

@@ -9,6 +9,7 @@ from operator import itemgetter
 import numpy as np
 
 from paceline.contracts import TRAIN_SPLIT
+from paceline.errors import TrainingError
 from paceline.store import Follower, Store
 from paceline.store.packing import cut, shuffled
 from paceline.store.records import teaching
@@ -83,19 +84,22 @@ class StepPlan:
 
     def rows_per_step(self) -> float:
         """Mean supervised rows of a step: more than `batch_rows` where samples have more."""
-        expected = self.store.expected_rows
-        counted = expected(TRAIN_SPLIT, self.length.batch_rows)
-        return self.length.num_rows / self.length.num_steps * expected(TRAIN_SPLIT) / counted
+        expected, at_most = self.store.expected_rows, self.length.batch_rows
+        return self.length.rows_per_step(expected(TRAIN_SPLIT, at_most), expected(TRAIN_SPLIT))
 
     def num_samples(self) -> int:
         """Samples to learn from, as far as they are known."""
         return len(teaching(self.store.records, self.store.split(TRAIN_SPLIT)))
 
     def first_samples(self, count: int) -> list[int]:
-        """The samples that training reads first, of one window: a stream may not hold more."""
+        """The samples that training reads first, of one window: a stream may not hold more. Raises
+        TrainingError where there is none."""
         samples = (pair for pair in self._order() if pair[1] is not None)
-        _, of_window = next(groupby(samples, key=itemgetter(0)))
-        return [sample for _, sample in islice(of_window, count)]
+        for _, of_window in groupby(samples, key=itemgetter(0)):
+            return [sample for _, sample in islice(of_window, count)]
+        raise TrainingError(
+            f"{self.store.folder} ended without a sample of the training split to learn from"
+        )
 
     def _step(self, number: int, samples: list[int], window: int) -> Step:
         num_rows = sum(map(self.store.num_taught_rows, samples))

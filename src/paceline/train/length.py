@@ -33,6 +33,11 @@ class RunLength:
         """Counted rows since the start of the run with which a step is full."""
         return -(-(step + 1) * self.num_rows // self.num_steps)
 
+    def rows_per_step(self, epoch_rows: float, all_rows: float) -> float:
+        """Supervised rows of a step on average; all_rows: of one pass, each sample's in full."""
+        part = self.num_rows / self.num_steps
+        return part * all_rows / epoch_rows if epoch_rows else part
+
     def num_epochs(self, epoch_rows: int) -> int:
         """Passes over the samples that hold all rows."""
         return math.ceil(self.num_rows / epoch_rows)
