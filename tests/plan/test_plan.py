@@ -158,6 +158,16 @@ def test_measured_rates_are_of_the_real_stages_and_tell_what_lossless_saves(tmp_
     assert list((tmp_path / "run").iterdir()) == [tmp_path / "run" / "plan.json"]
 
 
+def test_a_recipe_that_keeps_its_best_draft_is_measured_on_answers_longer_than_a_step(tmp_path):
+    save_target(tmp_path / "target")
+    write_rows(tmp_path / "rows.jsonl", 20, longest=90)
+    train = {"dtype": "float32", "batch_rows": 2, "eval_every": 5, "load_best_model_at_end": True}
+    recipe = _recipe(tmp_path, train=train)
+    # A handful of samples, each a step: they are gone over until all steps are made.
+    measured = paceline.plan(recipe, measure=True, measure_tokens=64, measure_steps=8)["measured"]
+    assert measured["train_s_per_step"] > 0
+
+
 def test_answers_that_are_to_be_written_have_the_length_that_is_told(tmp_path):
     save_target(tmp_path / "target")
     rows = [{"prompt": "red sky"}, {"turns": ["blue", "lamp and door"]}]

@@ -57,6 +57,7 @@ def measure(options: PlanOptions, planned: dict[str, StageOptions], data: DataSa
             log_every=1,
             checkpoint_every=_NEVER,
             eval_every=None,
+            load_best_model_at_end=False,
             trackers=[],
             follow=False,
         )
