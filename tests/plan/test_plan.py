@@ -12,6 +12,7 @@ import paceline
 from paceline.dataset import TokenDataset
 from paceline.errors import DataError, TargetError, UsageError
 from paceline.recipe import load_recipe
+from paceline.runlog import read_log
 from paceline.stages import plan_stages
 from paceline.store import Store
 from tests.lines import TINY_LAYERS, extracted, trained, write_rows
@@ -135,6 +136,22 @@ def test_a_training_has_the_planned_steps_where_answers_are_longer_than_a_step(t
     assert planned.startswith(f"{made} steps ")
     supervised = Store(tmp_path / "store").expected_rows("train")
     assert made < 0.8 * supervised / 7
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"draft": {"num_layers": 2}, "train_head": False}, {"loss": "hybrid", "batch_rows": 7}],
+    ids=str,
+)
+def test_a_training_needs_the_planned_arithmetic(tmp_path, options):
+    extracted(tmp_path)
+    train = {"dtype": "float32", "batch_rows": 60, **options}
+    plan = paceline.plan(_recipe(tmp_path, train=train), flops=1e9)
+    # Unmeasured, half of the rate is taken to be reached.
+    planned = plan["stages"]["train"]["seconds"] * 1e9 / 2
+    trained(tmp_path, max_steps=None, epochs=1.0, **options)
+    logged = sum(r["needed_flops"] for r in read_log(tmp_path / "draft").train)
+    assert planned == pytest.approx(logged, rel=1e-6)
 
 
 def test_measured_rates_are_of_the_real_stages_and_tell_what_lossless_saves(tmp_path):

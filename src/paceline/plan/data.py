@@ -76,9 +76,6 @@ class DataSample:
     def num_samples_in(self, split: str) -> int:
         return round(self.scale * sum(s.split == split for s in self.samples))
 
-    def num_tokens_in(self, split: str) -> int:
-        return round(self.scale * sum(s.num_tokens for s in self.samples if s.split == split))
-
 
 def sample_data(
     options: PlanOptions,

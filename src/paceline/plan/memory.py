@@ -91,8 +91,6 @@ def train_memory(
     own = 0 if dtype == "float32" else draft.trained
     states = (batch.rows * spec.num_aux + batch.supervised) * spec.hidden_size * item
     kept = kept_bytes(config, batch.rows, batch.taught, item, 0 if on_gpu else batch.scores)
-    whole = _needs_whole_softmax(train, config)
-    teacher = config.vocab_size if whole else config.draft_vocab_size
     work = {
         "masters and moments (float32)": draft.state_bytes(train.optimiser),
         "weights in " + dtype: (own + draft.frozen) * item,
@@ -100,7 +98,7 @@ def train_memory(
             config, item, train.train_head
         ),
         "embedding": draft.embedding * item,
-        "teacher's head": teacher * shape.hidden_size * item,
+        "teacher's head": teacher_width(train, config) * shape.hidden_size * item,
         "states of a micro-batch": states,
         "activations": kept,
         "gradients of other micro-batches (float32)": 0 if batch.is_all else 4 * draft.trained,
@@ -142,6 +140,11 @@ def _micro_batch(train: TrainOptions, data: DataSample) -> _MicroBatch:
         scores=min(total // max(len(samples), 1) + BLOCK_ROWS, tokens),
         is_all=step_tokens <= train.micro_batch_tokens,
     )
+
+
+def teacher_width(train: TrainOptions, config: DraftConfig) -> int:
+    """Logits that the teacher makes of a position."""
+    return config.vocab_size if _needs_whole_softmax(train, config) else config.draft_vocab_size
 
 
 def _needs_whole_softmax(train: TrainOptions, config: DraftConfig) -> bool:

@@ -44,8 +44,7 @@ class Footprint:
 class DraftShape:
     """trained: weights that move; frozen: others but the target's embedding. own_bytes: of
     `draft.safetensors`. embedding: weights of the shared embedding (0 where the draft has its own).
-    fuse, keys: weights that every row with states meets; mix, head: those that only supervised rows
-    meet. attention_width: heads x head width."""
+    matrices: weights of the fusion and the layers."""
 
     config: DraftConfig
     trained: int
@@ -53,16 +52,12 @@ class DraftShape:
     own_bytes: int
     num_tensors: int
     embedding: int
-    fuse: int
-    keys: int
-    mix: int
-    head: int
-    attention_width: int
+    matrices: int
 
     def state_bytes(self, optimiser: str) -> int:
         """Masters and moments in float32: two moments by AdamW, one by Muon for the matrices that
         it moves (fusion and layers)."""
-        by_muon = self.fuse + self.keys + self.mix if optimiser == "muon" else 0
+        by_muon = self.matrices if optimiser == "muon" else 0
         return 12 * self.trained - 4 * by_muon
 
 
@@ -77,8 +72,7 @@ def draft_shape(recipe: Recipe, shape: TargetShape, layers: LayerPlan) -> DraftS
     sizes = {name: parameter.numel() for name, parameter in draft.named_parameters()}
     shared = sizes["embed_tokens.weight"] if config.shares_embedding else 0
     own = {n: t for n, t in draft.state_dict().items() if n != "embed_tokens.weight" or not shared}
-    keys = sum(n for name, n in sizes.items() if ".k_proj." in name or ".v_proj." in name)
-    layer = sum(n for name, n in sizes.items() if name.startswith("layers."))
+    matrices = sum(n for name, n in sizes.items() if name.startswith(("fc.", "layers.")))
     trained = sum(p.numel() for p in draft.parameters() if p.requires_grad)
     return DraftShape(
         config=config,
@@ -87,11 +81,7 @@ def draft_shape(recipe: Recipe, shape: TargetShape, layers: LayerPlan) -> DraftS
         own_bytes=sum(t.numel() * t.itemsize for t in own.values()),
         num_tensors=len(own),
         embedding=shared,
-        fuse=sizes["fc.weight"],
-        keys=keys,
-        mix=layer - keys,
-        head=sizes["lm_head.weight"],
-        attention_width=config.num_attention_heads * config.head_dim,
+        matrices=matrices,
     )
 
 

@@ -4,10 +4,14 @@ device's rate of matrix products."""
 from dataclasses import dataclass
 
 from paceline.contracts import HELDOUT_SPLIT, TRAIN_SPLIT
+from paceline.draft.config import DraftConfig
+from paceline.plan.activations import taught_rows
 from paceline.plan.data import DataSample
+from paceline.plan.memory import teacher_width
 from paceline.plan.shape import TargetShape
 from paceline.plan.sizes import DraftShape
 from paceline.recipe import EvaluateOptions, PlanOptions, TrainOptions
+from paceline.train.flops import flops_of_rows
 from paceline.train.length import RunLength
 
 # Shares of the rate of large matrix products that the work is taken to reach where nothing was
@@ -102,8 +106,7 @@ def extract_time(
 
 def train_steps(options: TrainOptions, data: DataSample) -> int:
     """Optimiser steps of the run, as `train` counts them."""
-    epoch_rows = data.num_supervised_in(TRAIN_SPLIT, options.batch_rows)
-    return RunLength.of(options, epoch_rows).num_steps
+    return RunLength.of(options, _counted_rows(options, data)).num_steps
 
 
 def train_time(
@@ -118,14 +121,14 @@ def train_time(
     if measured:
         per_step = measured.train_s_per_step
         rows = _looked_at_rows(train, data, steps)
-        as_steps = rows * _LOOK_SHARE / train.batch_rows
+        as_steps = rows * _LOOK_SHARE / _rows_per_step(train, data)
         return Duration(
             measured.train_start_s + (steps + as_steps) * per_step / options.devices,
             f"{measured.train_start_s:.1f} s to start + ({steps:,} steps + looks at {rows:,} "
             f"held-out rows, as {as_steps:,.1f} steps) x {per_step:.3f} s (measured) / "
             f"{options.devices}",
         )
-    per_step = step_flops(train, data, draft)
+    per_step = _step_flops(train, data, draft.config)
     return Duration(
         steps * per_step / (flops * options.devices * TRAIN_SHARE),
         f"{steps:,} steps x {per_step:.3g} FLOP / ({TRAIN_SHARE} of {options.devices} x "
@@ -133,17 +136,34 @@ def train_time(
     )
 
 
-def step_flops(train: TrainOptions, data: DataSample, draft: DraftShape) -> float:
-    """FLOP of one optimiser step: fusion, keys and values of every row, all else of supervised rows
-    only, forward and backward (three times a forward, but twice for the fusion: the states need
-    no gradient); the teacher's head once, forward only."""
-    supervised = data.num_supervised_in(TRAIN_SPLIT)
-    rows = train.batch_rows
-    tokens = rows * data.num_tokens_in(TRAIN_SPLIT) / max(supervised, 1)
-    every_row = tokens * (2 / 3 * draft.fuse + draft.keys)
-    attention = 2.0 * draft.attention_width * data.mean_context
-    supervised_rows = rows * train.ttt_steps * (draft.mix + draft.keys + draft.head + attention)
-    return 6.0 * (every_row + supervised_rows) + 2.0 * rows * draft.head
+def _step_flops(train: TrainOptions, data: DataSample, config: DraftConfig) -> float:
+    """What an optimiser step needs on average, by the formula that its log goes by."""
+    samples = [s for s in data.samples if s.split == TRAIN_SPLIT]
+    supervised = sum(s.num_supervised for s in samples)
+    taught = taught_rows([s.loss_mask for s in samples], train.ttt_steps)
+    whole, warming = (
+        flops_of_rows(
+            config,
+            sum(s.num_aux_rows for s in samples),
+            rows,
+            supervised,
+            trains_head=train.train_head,
+            teacher_width=teacher_width(train, config),
+        )
+        for rows in (taught, taught[:1])
+    )
+    mean = (1 - train.ttt_warmup) * whole + train.ttt_warmup * warming
+    return mean * _rows_per_step(train, data) / max(supervised, 1)
+
+
+def _counted_rows(train: TrainOptions, data: DataSample) -> int:
+    return data.num_supervised_in(TRAIN_SPLIT, train.batch_rows)
+
+
+def _rows_per_step(train: TrainOptions, data: DataSample) -> float:
+    counted = _counted_rows(train, data)
+    every = data.num_supervised_in(TRAIN_SPLIT)
+    return RunLength.of(train, counted).rows_per_step(counted, every)
 
 
 def evaluate_time(
@@ -157,7 +177,7 @@ def evaluate_time(
     if evaluate.mode != "chain" or train_seconds is None:
         return Duration(None, f"mode {evaluate.mode} is not foretold")
     rows = _heldout_rows(data)
-    per_row = train_seconds / (steps * train.batch_rows) / train.ttt_steps
+    per_row = train_seconds / (steps * _rows_per_step(train, data)) / train.ttt_steps
     longest = max(evaluate.num_draft_tokens)
     return Duration(
         rows * per_row * _FORWARD_SHARE * longest,
