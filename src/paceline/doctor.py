@@ -19,10 +19,10 @@ import torch
 from packaging.requirements import Requirement
 
 from paceline import __version__
+from paceline.cache import cache_folder
 from paceline.device import choose_dtype, dtype_name
 from paceline.errors import UsageError
 from paceline.recipe import DoctorOptions
-from paceline.target.resolve import cache_folder
 from paceline.verbs import make_callable
 
 _IMPORT_TIMEOUT_S = 300

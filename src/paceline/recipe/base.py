@@ -78,7 +78,9 @@ class CacheOptions(Options):
     """Where slices of a store below a URL are kept."""
 
     cache_dir: str | None = opt(
-        None, "Folder of the local cache; None: `paceline` in the user's cache.", identity=False
+        None,
+        "Folder of the local cache; None: $PACELINE_CACHE, or `paceline` in the user's cache.",
+        identity=False,
     )
     cache_bytes: int = opt(
         64 << 30,

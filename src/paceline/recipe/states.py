@@ -12,7 +12,7 @@ class ExtractOptions(StageOptions, TargetOptions):
     staging: str | None = opt(
         None,
         "Local folder where a store is made whose `out` is a URL of fsspec (`s3://bucket/store`); "
-        "it goes once all is uploaded. None: inside the user's cache.",
+        "it goes once all is uploaded. None: inside $PACELINE_CACHE, or the user's cache.",
         identity=False,
     )
     layers: list[int] | None = opt(

@@ -1,23 +1,18 @@
 """The local cache of remote stores: where copies lie, and which must go when they are too many."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline import fingerprint
+from paceline.cache import cache_folder
 
 SPARSE_SUFFIX = ".sparse"
 DEFAULT_BYTES = 64 << 30
 
 
-def default_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "paceline"
-
-
 @dataclass(frozen=True)
 class Cache:
-    """folder: None for `$XDG_CACHE_HOME/paceline`. max_bytes: copies that were opened longest ago
+    """folder: None for that of `paceline.cache`. max_bytes: copies that were opened longest ago
     are removed beyond it."""
 
     folder: str | Path | None = None
@@ -46,4 +41,4 @@ class Cache:
 
     @property
     def _stores(self) -> Path:
-        return Path(self.folder or default_folder()) / "stores"
+        return Path(self.folder or cache_folder()) / "stores"

@@ -18,10 +18,10 @@ from paceline.artefact import (
     open_stage,
     work_to_keep,
 )
+from paceline.cache import cache_folder
 from paceline.contracts import MANIFEST_NAME, Overwrite
 from paceline.errors import StoreError
 from paceline.progress import progress_bar
-from paceline.store.cache import default_folder
 from paceline.store.files import refuse_half_rewritten
 from paceline.store.place import Place, is_remote
 from paceline.store.reader import content_fingerprint
@@ -84,7 +84,7 @@ def open_store_stage(
             yield stage
         return
     place = Place(out)
-    folder = Path(staging or default_folder() / "staging") / fingerprint.of_json(place.url)
+    folder = Path(staging or cache_folder() / "staging") / fingerprint.of_json(place.url)
     there = place.files()
     if MANIFEST_NAME in there:
         read = lambda: read_manifest(place)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import fingerprint
+from paceline.cache import cache_folder
 from paceline.errors import TargetError
 
 _PACKAGE_PREFIX = "pkg:"
@@ -39,13 +40,6 @@ def resolve(reference: str, revision: str | None = None, with_weights: bool = Tr
     if reference.startswith((_PACKAGE_PREFIX, ".", "/", "~")) or reference.count("/") != 1:
         raise TargetError(f"target {reference!r}: no such folder or .gguf file")
     return _from_hub(reference, revision, with_weights)
-
-
-def cache_folder() -> Path:
-    """Where derived targets are kept: $PACELINE_CACHE, else the user's cache folder."""
-    if folder := os.environ.get("PACELINE_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "paceline"
 
 
 def converted_from(folder: Path) -> str | None:
