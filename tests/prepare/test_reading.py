@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from paceline.errors import DataError, UsageError
+from paceline.prepare import reading
 from paceline.prepare.reading import count_rows, find_files, read_rows
 
 ROWS = [
@@ -74,6 +75,17 @@ def test_a_long_array_is_read_in_pieces(tmp_path: Path) -> None:
     path.write_text(json.dumps(rows, ensure_ascii=False))
     assert path.stat().st_size > 4 << 20
     assert read(path) == rows
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_array_may_be_cut_anywhere_into_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indent: int | None
+) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(ROWS * 2, indent=indent, ensure_ascii=False))
+    for size in range(4, 40):
+        monkeypatch.setattr(reading, "_CHUNK_CHARS", size)
+        assert read(path) == ROWS * 2
 
 
 def test_rows_are_numbered_within_their_file(tmp_path: Path) -> None:
