@@ -21,9 +21,9 @@ def has_target(loss_mask: np.ndarray) -> bool:
 def cut(loss_mask: np.ndarray, max_length: int) -> Cut | None:
     """Where to cut loss_mask [T] so that at most max_length tokens stay; None: nothing to learn.
 
-    The cut is the end of the last supervised span that fits whole; where none does, the first
-    span is cut through at max_length. The beginning is never cut: an answer is supervised in the
-    context in which it was written or not at all.
+    The cut is at max_length. Where that would break a supervised span, it is the end of the last
+    span that fits whole; where none does, the first is cut through at max_length. The beginning is
+    never cut: an answer is supervised in the context in which it was written or not at all.
     """
     total = len(loss_mask)
     if total <= max_length:
