@@ -219,6 +219,14 @@ def test_the_longest_position_has_two_spellings_and_an_option():
     assert config_of(values, max_position_embeddings=55).max_position_embeddings == 55
 
 
+def test_names_of_a_familys_own_are_read():
+    text = CONFIG_MAPPING["gpt2"](n_embd=96, n_head=6, n_positions=300, vocab_size=500)
+    config = draft_config(DraftOptions(rope_theta=1e4), text, LAYERS, 100)
+    check_that_servers_run_it(config)
+    assert (config.hidden_size, config.num_attention_heads, config.head_dim) == (96, 6, 16)
+    assert (config.max_position_embeddings, config.intermediate_size) == (300, 384)
+
+
 def test_widths_that_no_option_can_give_are_named_together():
     with pytest.raises(TrainingError, match="no hidden_size, vocab_size"):
         draft_config(DraftOptions(), PretrainedConfig(), LAYERS, 100)

@@ -51,6 +51,23 @@ def test_a_token_meets_its_experts_only(tmp_path, family):
     assert idle == shape.expert_weights // 2  # 2 of 4 experts
 
 
+def test_a_number_of_layers_that_the_config_works_out(tmp_path):
+    layers = {"hybrid_override_pattern": "M-M*"}
+    config = CONFIG_MAPPING["nemotron_h"](**layers, hidden_size=64, vocab_size=320)
+    config.save_pretrained(tmp_path)
+    assert _shape(tmp_path).num_layers == config.num_hidden_layers > 0
+
+
+def test_experts_by_longcats_names(tmp_path):
+    config = CONFIG_MAPPING["longcat_flash"](n_routed_experts=512, moe_topk=12)
+    config.save_pretrained(tmp_path)
+    shape = _shape(tmp_path)
+    expert = 3 * config.hidden_size * config.expert_ffn_hidden_size
+    assert shape.expert_weights == shape.num_layers * 512 * expert
+    idle = shape.layer_weights - shape.active_weights
+    assert idle == shape.num_layers * (512 - 12) * expert
+
+
 def test_qwen3_8b(tmp_path):
     folder = write_config(tmp_path / "qwen", QWEN3_8B)
     shape = _shape(folder)

@@ -6,9 +6,7 @@ has, or no server would run as it was trained, is left behind.
 
 import math
 from collections.abc import Mapping
-from typing import Any
-
-from transformers import PretrainedConfig
+from typing import Any, Protocol
 
 from paceline.draft.config import SCALING_KEYS, DraftConfig, rope_of
 from paceline.errors import TrainingError
@@ -16,14 +14,29 @@ from paceline.recipe import DraftOptions
 
 Values = Mapping[str, Any]
 
+
+class Config(Protocol):
+    """transformers' config of a language model, or what stands in for it."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
 _HEAD_DIM = 128  # where the target's own width of a head does not fit
 _LENGTHS = ("max_position_embeddings", "model_max_length")
 _DENSE_WIDTHS = ("intermediate_size", "ffn_hidden_size")
+_USUAL_NAMES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "vocab_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
 
 
 def draft_config(
     options: DraftOptions,
-    text_config: PretrainedConfig,
+    text_config: Config,
     aux_layers: tuple[int, ...],
     draft_vocab_size: int,
 ) -> DraftConfig:
@@ -31,7 +44,7 @@ def draft_config(
 
     Raises TrainingError that names what neither says.
     """
-    values = text_config.to_dict()
+    values = values_of(text_config)
     if missing := [name for name in ("hidden_size", "vocab_size") if not values.get(name)]:
         raise TrainingError(f"draft: the target's config has no {', '.join(missing)}")
     hidden = options.hidden_size or values["hidden_size"]
@@ -54,6 +67,14 @@ def draft_config(
         aux_norm=options.aux_norm,
         norm_output=options.norm_output,
     )
+
+
+def values_of(config: Config) -> dict[str, Any]:
+    """A config's values, by their usual names too where its family has others (GPT-2's n_embd) or
+    works them out (Nemotron-H's number of layers)."""
+    values = config.to_dict()
+    usual = {name: getattr(config, name, None) for name in _USUAL_NAMES if not values.get(name)}
+    return values | {name: value for name, value in usual.items() if value is not None}
 
 
 def draft_rope(values: Values, theta: float | None = None) -> dict[str, Any]:

@@ -5,25 +5,25 @@ Legend: D hidden width, V logit width, H / G query / key heads, K head width.
 
 import json
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from paceline.draft.from_target import dense_width
+from paceline.draft.from_target import Config, dense_width, values_of
 from paceline.errors import TargetError
 from paceline.target.spec import Target
 
 # Spellings of one thing by family.
 _NUM_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
+_EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "top_k_experts",
+    "moe_topk",
+)
+_EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size")
 _DENSE_FIRST = ("first_k_dense_replace",)
 _EIGHT_BIT_METHODS = ("fp8", "fbgemm_fp8")
-
-
-class Config(Protocol):
-    """transformers' config of a language model, or what stands in for it."""
-
-    def to_dict(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def shape_of(target: Target) -> TargetShape:
     Raises TargetError where the config lacks a width or a count.
     """
     config = _text_config(target)
-    values = config.to_dict()
+    values = values_of(config)
     missing = [n for n in ("num_hidden_layers", "hidden_size", "vocab_size") if not values.get(n)]
     if missing:
         raise TargetError(f"{target.folder}: config.json says no {', '.join(missing)}")
@@ -135,7 +135,7 @@ def _mlp_weights(values: dict[str, Any]) -> tuple[int, int, int]:
     num_experts = _first(values, _NUM_EXPERTS)
     if not num_experts:
         return layers * 3 * hidden * wide, 0, 0
-    width = values.get("moe_intermediate_size") or wide
+    width = _first(values, _EXPERT_WIDTHS) or wide
     num_dense = _first(values, _DENSE_FIRST) or len(values.get("mlp_only_layers") or ())
     num_sparse = layers - num_dense
     shared_width = values.get("shared_expert_intermediate_size") or (
