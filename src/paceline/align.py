@@ -128,8 +128,8 @@ def _of_store(store: Store, options: AlignOptions) -> Supervised:
     )
     counts = np.zeros(target.vocab_size, np.int64)
     for index in store.split(TRAIN_SPLIT).tolist():
-        sample = store.read_encoded(index).sample
-        counts += np.bincount(sample.input_ids[sample.loss_mask], minlength=len(counts))
+        ids, mask = store.read_tokens(index)
+        counts += np.bincount(ids[mask], minlength=len(counts))
     return Supervised(
         counts,
         target.num_real_tokens,

@@ -54,6 +54,19 @@ def test_samples_are_found_by_split_source_and_id(folder: Path) -> None:
         store.records.find("sample-99")
 
 
+@pytest.mark.parametrize("codec", ["raw", "lossless", "int8", "fp8"])
+def test_tokens_are_read_without_the_states(tmp_path: Path, codec: str) -> None:
+    store = Store(write_store(tmp_path / "store", make_spec(codec), SAMPLES))
+    store.codec = None  # Nothing can be decoded.
+    for i, sample in enumerate(SAMPLES):
+        ids, mask = store.read_tokens(i)
+        assert (ids.dtype, mask.dtype) == (np.int32, np.bool_)
+        assert (ids.tolist(), mask.tolist()) == (
+            sample.input_ids.tolist(),
+            sample.loss_mask.tolist(),
+        )
+
+
 def test_reading_touches_only_its_own_memory(folder: Path) -> None:
     before = (folder / "shards/00000.safetensors").read_bytes()
     store = Store(folder)

@@ -21,6 +21,7 @@ from paceline.store import PackedReader, Store, iterate_packed, place
 from paceline.store.blocks import BLOCK_BYTES
 from paceline.store.cache import Cache
 from paceline.store.place import Place
+from paceline.store.shard import HEADER_BYTES
 from paceline.store.upload import CLAIM_NAME, Sent, upload
 
 from .making import (
@@ -121,6 +122,32 @@ def test_only_the_needed_slices_are_fetched_and_once(
     store.read(17)
     Store(big_url, cache=cache).read(17)
     assert shard_bytes_sent(proxy) == 0
+
+
+def test_tokens_are_fetched_without_the_states(big_url: str, proxy: Proxy, cache: Cache) -> None:
+    store = Store(big_url, cache=cache)
+    proxy.forget()
+    for i, sample in enumerate(BIG_SAMPLES):
+        ids, mask = store.read_tokens(i)
+        assert (ids.tolist(), mask.tolist()) == (
+            sample.input_ids.tolist(),
+            sample.loss_mask.tolist(),
+        )
+    # Header, offsets, ids and mask: a block each, if they lie apart.
+    assert shard_bytes_sent(proxy) <= 4 * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("name", ["input_ids", "loss_mask"])
+def test_tokens_that_changed_far_away_are_refused(
+    local: Path, url: str, cache: Cache, name: str
+) -> None:
+    upload(local, url)
+    shard = "shards/00003.safetensors"
+    good = Place(url).read(shard)
+    at = good.index(getattr(SAMPLES[3], name).tobytes(), HEADER_BYTES)
+    Place(url).write(shard, good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+    with pytest.raises(StoreCorruption, match=rf"{url}/{shard}: tensor '{name}'"):
+        Store(url, cache=cache).read_tokens(3)
 
 
 def test_a_damaged_cache_is_filled_again(big_url: str, proxy: Proxy, cache: Cache) -> None:

@@ -140,10 +140,8 @@ def _baselines(
 
     if _no_bigram(store):
         return {_PROMPT_LOOKUP: by_prompt_lookup}
-    samples = (store.read(int(i)) for i in store.split(TRAIN_SPLIT))
-    bigram = BigramTable(
-        ((s.input_ids.numpy(), s.loss_mask.numpy()) for s in samples), target.vocab_size
-    )
+    training = (store.read_tokens(i) for i in store.split(TRAIN_SPLIT).tolist())
+    bigram = BigramTable(training, target.vocab_size)
 
     def by_bigram(sample: StoredSample) -> list[Answer]:
         ids = sample.input_ids.numpy()

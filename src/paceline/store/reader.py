@@ -84,6 +84,16 @@ class ShardReader:
             last=self.read_states(shard, record.position, "last"),
         )
 
+    def read_tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """input_ids int32 [T] and loss_mask bool [T] of a sample, views of the file: its states are
+        neither fetched nor decoded. A sample's checksum covers those as well, so what comes from
+        far away is held against the checksums of the shard's two tensors, which are read whole."""
+        record = self.records[index]
+        shard = self.shard(record.shard)
+        start, stop = shard.offsets[record.position : record.position + 2, 0].tolist()
+        ids, mask = (shard.tensor(name)[start:stop] for name in ("input_ids", "loss_mask"))
+        return ids.numpy(), mask.numpy()
+
     def prove(self, shard: Shard, position: int) -> None:
         """Hold a sample that comes from far away against its checksum, once. Raises StoreCorruption
         where it is wrong in the original too."""
