@@ -103,6 +103,16 @@ def broken(tmp_path):
     return folder / "bin" / "python", put
 
 
+def test_an_engine_that_kills_its_process_is_a_problem_and_doctor_goes_on(broken):
+    python, put = broken
+    put("httpx", "0.28.0", "import os; os._exit(7)")
+    put("transformers", "5.0.0", "import os; os._exit(9)")
+    engines = _doctor(python)["engines"]
+    assert engines["transformers"]["detail"] == "its process ended with 9"
+    assert engines["openai"]["detail"] == "its process ended with 7"
+    assert not engines["transformers"]["works"] and not engines["openai"]["works"]
+
+
 def _doctor(python):
     code = "import paceline, json; print(json.dumps(paceline.doctor()))"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)

@@ -42,19 +42,19 @@ _EXTRAS_FOR = {
     "docs": "building the documentation",
     "test": "the tests",
 }
-# Run in a process of their own: a library that dies takes nothing with it.
+# Run in a process of their own: a library that dies takes nothing with it. Each prints what it
+# found, or null where there is nothing that the engine could run on.
 _TRIALS = {
+    "transformers": "import paceline.doctor\nfound = paceline.doctor.forward()\n",
     "vllm": (
-        "import json, vllm, paceline.extract.vllm.extension\n"
+        "import vllm, paceline.extract.vllm.extension\n"
         "from vllm.platforms import current_platform as p\n"
-        "print(json.dumps({'version': vllm.__version__, 'runs_on': p.device_type}))\n"
+        "found = p.device_type and f'runs on {p.device_type}'\n"
     ),
-    "openai": (
-        "import json, httpx, paceline.answers.openai_engine\n"
-        "print(json.dumps({'version': httpx.__version__, 'runs_on': 'a server'}))\n"
-    ),
+    "openai": "import httpx, paceline.answers.openai_engine\nfound = 'runs on a server'\n",
 }
-_NEEDS = {"vllm": "vllm", "openai": "httpx"}
+_TELL = "import json\nprint(json.dumps(found or None))\n"
+_NEEDS = {"transformers": "transformers", "vllm": "vllm", "openai": "httpx"}
 
 
 def run(options: DoctorOptions) -> dict[str, Any]:
@@ -133,26 +133,16 @@ def _extras(requirements: list[Requirement]) -> dict[str, Any]:
 
 
 def _engines(problems: list[str]) -> dict[str, Any]:
-    engines = {"transformers": _transformers_engine()}
-    for name, code in _TRIALS.items():
-        engines[name] = _tried(name, code)
+    engines = {name: _tried(name, code) for name, code in _TRIALS.items()}
     for name, engine in engines.items():
         if engine["installed"] and not engine["works"]:
             problems.append(f"engine {name} is installed and does not start: {engine['detail']}")
     return engines
 
 
-def _transformers_engine() -> dict[str, Any]:
-    """A forward pass of a small random model, its hidden states looked at."""
-    entry = {"installed": True, "works": False, "version": _installed("transformers")}
-    try:
-        detail = _forward()
-    except Exception as error:  # whatever a broken installation raises is the finding
-        return {**entry, "detail": f"{type(error).__name__}: {error}"}
-    return {**entry, "works": True, "detail": detail}
-
-
-def _forward() -> str:
+def forward() -> str:
+    """A forward pass of a small random model, its hidden states looked at. Raises RuntimeError
+    where they are wrong."""
     from transformers import LlamaConfig, LlamaModel
 
     config = LlamaConfig(
@@ -177,7 +167,7 @@ def _tried(name: str, code: str) -> dict[str, Any]:
         return {**entry, "detail": f"not installed: pip install 'paceline[{name}]'"}
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code],
+            [sys.executable, "-c", code + _TELL],
             capture_output=True,
             text=True,
             timeout=_IMPORT_TIMEOUT_S,
@@ -188,13 +178,11 @@ def _tried(name: str, code: str) -> dict[str, Any]:
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"its process ended with {done.returncode}"]
         return {**entry, "detail": lines[-1]}
-    told = json.loads(done.stdout.strip().splitlines()[-1])
+    found = json.loads(done.stdout.strip().splitlines()[-1])
     return {
         **entry,
-        "works": bool(told["runs_on"]),
-        "detail": f"runs on {told['runs_on']}"
-        if told["runs_on"]
-        else "it finds no device to run on",
+        "works": found is not None,
+        "detail": found or "it finds no device to run on",
     }
 
 
