@@ -6,8 +6,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import paceline
 from paceline.acceptance.spans import answer_spans
 from paceline.evaluate.baselines import BigramTable, prompt_lookup_answer
+from paceline.store import Store
 
 tokens = st.lists(st.integers(0, 4), min_size=4, max_size=25)
 LONGEST = 4
@@ -76,3 +78,20 @@ def test_the_bigram_table_holds_the_most_frequent_supervised_successor(training,
             chain.append(at)
         expected.append(leading(chain, ids[p + 1 :]))
     assert table.answer(np.array(ids), span, LONGEST).match.tolist() == expected
+
+
+def test_the_baselines_cost_no_states(tiny_run, tmp_path, monkeypatch):
+    """With them and without, the same samples are read whole: those that the draft is run on."""
+    read, seen = Store.read, []
+    monkeypatch.setattr(Store, "read", lambda self, i: seen.append(i) or read(self, i))
+    options = {"draft": str(tiny_run / "train"), "store": str(tiny_run / "extract")}
+    counted = []
+    for baselines in (False, True):
+        seen.clear()
+        found = paceline.evaluate(
+            **options, out=str(tmp_path / str(baselines)), dtype="float32", baselines=baselines
+        )
+        assert ("bigram" in found["baselines"]) == baselines
+        counted.append(sorted(seen))
+    heldout = Store(options["store"]).split("heldout").tolist()
+    assert counted == [heldout, heldout]
