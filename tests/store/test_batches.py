@@ -132,7 +132,9 @@ def test_resuming_anywhere_equals_an_uninterrupted_epoch(
     )
     assert again == one[start:]
     records = plain_store.records
-    wanted = [i for i in plain_store.split("train").tolist() if records.num_supervised[i]]
+    # The first token of a document has no row before it that could be taught.
+    teaches = lambda index: bool(plain_store.read(index).loss_mask[1:].any())
+    wanted = list(filter(teaches, plain_store.split("train").tolist()))
     assert sorted(chain.from_iterable(one)) == wanted
     for batch in one:
         assert len(batch) == 1 or records.num_tokens[batch].sum() <= max_tokens
