@@ -68,4 +68,7 @@ def _listed(value):
 def test_every_link_leads_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if not target.startswith("http"):
-            assert (page.parent / target).exists(), target
+            found = (page.parent / target).resolve()
+            assert found.exists(), target
+            # The site holds nothing else.
+            assert page.parent == ROOT or found.is_relative_to(page.parent), target
