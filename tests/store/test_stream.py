@@ -29,8 +29,9 @@ from paceline.store import (
 from paceline.store.budget import consumed_numbers, let_go
 from paceline.store.files import shard_numbers
 from paceline.store.packing import cut, shuffled
-from paceline.store.presence import DEAD, READER, RUNNING, look, present
+from paceline.store.presence import DEAD, READER, look, present
 
+from ..presence import wait_until_present
 from ..small_disk import small_disk
 from .children import in_child, wait, with_fuse
 from .making import make_sample, make_spec, same_bytes, states_of, write_store
@@ -72,16 +73,10 @@ def write(
             stage.finish(said, content_fingerprint(folder))
 
 
-def wait_for_reader(folder: Path) -> None:
-    """To a reader that begins later, a writer that is gone already is one of an earlier run."""
-    while not ((reader := look(folder, READER)) and reader.state == RUNNING):
-        os.sched_yield()
-
-
 def dying_at(fatal: int, folder: Path) -> Callable[[int], None]:
     def die(number: int) -> None:
         if number == fatal:
-            wait_for_reader(folder)
+            wait_until_present(folder, READER)
             os.kill(os.getpid(), signal.SIGKILL)
 
     return die
@@ -330,7 +325,7 @@ def test_each_side_hears_why_the_other_failed(tmp_path: Path) -> None:
 
     def fail_to_write(number: int) -> None:
         if number == 1:
-            wait_for_reader(folder)
+            wait_until_present(folder, READER)
             raise ZeroDivisionError("engine fell over")
 
     child = in_child(lambda _: write(folder, before=fail_to_write))

@@ -16,10 +16,11 @@ import transformers.models.llama.modeling_llama  # noqa: F401 (loaded once, by t
 import paceline
 from paceline.errors import PacelineError
 from paceline.extract.sink import Sink
-from paceline.store.presence import READER, RUNNING, WRITER, look
+from paceline.store.presence import READER, WRITER
 from paceline.train.loop import Trainer
 
 from ..lines import TINY_LAYERS, prepared
+from ..presence import wait_until_present
 
 Process = multiprocessing.context.ForkServerProcess
 
@@ -121,15 +122,10 @@ def _die_before(owner: type, name: str, fatal: int, store: str, witness: str | N
     def counting(*arguments: object, **named: object) -> object:
         nonlocal count
         if count == fatal:
-            while witness and not _is_there(store, witness):
-                time.sleep(0.01)
+            if witness:
+                wait_until_present(Path(store), witness)
             os.kill(os.getpid(), signal.SIGKILL)
         count += 1
         return real(*arguments, **named)
 
     setattr(owner, name, counting)
-
-
-def _is_there(store: str, side: str) -> bool:
-    peer = look(Path(store), side)
-    return peer is not None and peer.state == RUNNING
