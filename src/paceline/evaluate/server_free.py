@@ -55,8 +55,8 @@ def measure_chain(
         "baselines": {name: walks.table(options) for name, walks in baselines.items()},
         "baselines_left_out": {},
     }
-    if baselines and (why := _no_bigram(store)):
-        result["baselines_left_out"] = {_BIGRAM: why}
+    if baselines and _BIGRAM not in baselines:
+        result["baselines_left_out"] = {_BIGRAM: _no_bigram(store)}
     if beside is not None:
         groups = cut(chosen, store.records.num_tokens, _GROUP_TOKENS)
         walks = _walk_alone(options, beside, store, groups)
