@@ -94,8 +94,8 @@ def distillation_loss(
     num_rows: rows supervised at step 0 in the whole optimiser step, over all ranks and accumulation
     steps. chunk: teacher positions whose logits are in memory at a time.
     Returns the loss (a scalar of float32 at least, differentiable once; where gradients are off
-    none are made) and the sums per step. Of a
-    batch without such rows, as a rank may get it, loss and gradients are zero.
+    none are made) and the sums per step. Of a batch without such rows, as a rank may get it, loss
+    and gradients are zero.
     """
     if not batch.num_supervised_rows:
         return _nothing_taught(draft, num_steps)

@@ -12,14 +12,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from paceline import fingerprint
 from paceline.artefact import StageFolder, load_finished, mend_folder, replaced_folder
 from paceline.contracts import MANIFEST_NAME
-from paceline.draft.checkpoint import CONFIG_FILE, WEIGHTS_FILE, write_draft
+from paceline.draft.checkpoint import WEIGHTS_FILE
 from paceline.runlog import acceptance_of
-from paceline.side_files import describe_side_files
 from paceline.train.loop import Trainer
-from paceline.train.weights import kept_tensors
+from paceline.train.weights import finish_draft, kept_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +77,8 @@ class BestDraft:
     ) -> None:
         result = {**self.about, "steps": steps, "heldout": heldout}
         with replaced_folder(self.folder) as aside:
-            write_draft(aside, trainer.draft.config, tensors)
-            result |= describe_side_files(aside, [CONFIG_FILE])
-            content = fingerprint.of_file(aside / WEIGHTS_FILE)
-            StageFolder(aside, self.stage.manifest, resumed=False).finish(result, content)
+            stage = StageFolder(aside, self.stage.manifest, resumed=False)
+            finish_draft(stage, trainer.draft, tensors, result)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return load_file(self.folder / WEIGHTS_FILE)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from paceline import fingerprint
 from paceline.artefact import (
     Manifest,
     StageFolder,
@@ -19,7 +18,6 @@ from paceline.artefact import (
     write_json,
 )
 from paceline.device import dtype_name, product_flops, reset_peak, training_dtype
-from paceline.draft.checkpoint import CONFIG_FILE, WEIGHTS_FILE, write_draft
 from paceline.draft.config import DraftConfig
 from paceline.draft.from_target import draft_config
 from paceline.draft.model import Draft
@@ -27,7 +25,6 @@ from paceline.errors import FingerprintMismatch, UsageError
 from paceline.forms.source import open_draft
 from paceline.recipe import TrainOptions
 from paceline.runlog import LOG_FILE
-from paceline.side_files import describe_side_files
 from paceline.store import Follower, Store
 from paceline.target.spec import Target, open_target
 from paceline.train.balance import RankShare
@@ -43,7 +40,7 @@ from paceline.train.source import leave, open_store, plan_of
 from paceline.train.start import earlier_draft, new_draft
 from paceline.train.teacher import open_teacher
 from paceline.train.trackers import open_trackers
-from paceline.train.weights import frozen_weights, kept_tensors, round_weights
+from paceline.train.weights import finish_draft, frozen_weights, kept_tensors, round_weights
 from paceline.vocab import DraftVocabulary, load_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -137,11 +134,12 @@ def _train(
     plan = plan_of(options, store, share)
     if stage is not None:
         stage.announce({"steps": plan.length.num_steps})
+    first: list[int] = []
     if not (folder / START_FILE).is_file():
         # For the first shard of a stream each rank waits by itself, as long as it takes: those that
         # wait for another rank do so for ten minutes.
-        plan.first_samples(_AUX_RMS_SAMPLES)
-    start = ranks.from_first(lambda: _start(options, folder, plan, ranks.device))
+        first = plan.first_samples(_AUX_RMS_SAMPLES)
+    start = ranks.from_first(lambda: _start(options, folder, store, first, ranks.device))
     torch.manual_seed(options.seed)
     dtype = getattr(torch, start["dtype"])
     draft = earlier
@@ -197,22 +195,24 @@ def _finish(
         if trainer.options.load_best_model_at_end:
             result |= {"draft_step": found["steps"], "heldout": found["heldout"]}
             tensors = best.tensors()
-    write_draft(stage.path, trainer.draft.config, tensors)
-    result |= describe_side_files(stage.path, [CONFIG_FILE, LOG_FILE])
-    stage.finish(result, content=fingerprint.of_file(stage.path / WEIGHTS_FILE))
+    finish_draft(stage, trainer.draft, tensors, result, [LOG_FILE])
 
 
 def _start(
-    options: TrainOptions, folder: Path, plan: StepPlan, device: torch.device
+    options: TrainOptions,
+    folder: Path,
+    store: Store | Follower,
+    first: list[int],
+    device: torch.device,
 ) -> dict[str, Any]:
     """Resolved choices, kept from the first start on: a resumed run must go on in the dtype that it
-    began in, and the first samples of a stream may be gone by then."""
+    began in, and the first samples of a stream may be gone by then. first: these, at that start."""
     path = folder / START_FILE
     if path.is_file():
         return json.loads(path.read_text())
     start = {
         "dtype": dtype_name(training_dtype(options.dtype, device)),
-        "aux_rms": None if options.start_from else aux_rms(plan).tolist(),
+        "aux_rms": None if options.start_from else aux_rms(store, first).tolist(),
     }
     write_json(path, start)
     return start
@@ -267,8 +267,7 @@ def _build(
     )
 
 
-def aux_rms(plan: StepPlan) -> torch.Tensor:
-    """Median RMS of the rows of each auxiliary state over the first samples, float32 [A]."""
-    samples = plan.first_samples(_AUX_RMS_SAMPLES)
-    rows = torch.cat([plan.store.read(i).aux for i in samples]).float()
+def aux_rms(store: Store | Follower, samples: list[int]) -> torch.Tensor:
+    """Median RMS of the rows of each auxiliary state over some samples, float32 [A]."""
+    rows = torch.cat([store.read(i).aux for i in samples]).float()
     return rows.pow(2).mean(-1).sqrt().median(0).values

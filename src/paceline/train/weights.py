@@ -1,10 +1,16 @@
 """A draft's weights on the way in and out of training: rounded for the arithmetic, and as they are
 kept, float32 from the masters that the optimiser moves."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
-from paceline.draft.checkpoint import own_state
+from paceline import fingerprint
+from paceline.artefact import StageFolder
+from paceline.draft.checkpoint import CONFIG_FILE, WEIGHTS_FILE, own_state, write_draft
 from paceline.draft.model import Draft
+from paceline.side_files import describe_side_files
 from paceline.train.loop import Trainer
 from paceline.train.parallel import whole
 
@@ -31,3 +37,17 @@ def kept_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
     rest = {name: t.cpu() for name, t in own_state(trainer.draft).items() if name not in exact}
     kept = {name: t.float() if t.is_floating_point() else t for name, t in rest.items()} | exact
     return {name: tensor.contiguous() for name, tensor in kept.items()}
+
+
+def finish_draft(
+    stage: StageFolder,
+    draft: Draft,
+    tensors: dict[str, torch.Tensor],
+    result: dict[str, Any],
+    more_files: Sequence[str] = (),
+) -> None:
+    """Make a finished folder of `train` of the draft with these `kept_tensors`. more_files: those
+    in the folder besides that its manifest is to vouch for."""
+    write_draft(stage.path, draft.config, tensors)
+    files = describe_side_files(stage.path, [CONFIG_FILE, *more_files])
+    stage.finish({**result, **files}, content=fingerprint.of_file(stage.path / WEIGHTS_FILE))
