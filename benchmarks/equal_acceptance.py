@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from equal_trainers import OwnTrainer, PeerTrainer, Setup, same_start
-from sweep import CHAINS, OWN_KIND, common_parser, features, machine_of, plan, say
+from sweep import CHAINS, OWN_KIND, common_parser, features, gpus_of, machine_of, plan, say
 
 import paceline
 from paceline.device import choose_device, training_dtype
@@ -38,7 +38,7 @@ from paceline.store import PackedReader, Store
 from paceline.store.packing import iterate_packed
 from paceline.target.spec import Target, TargetReference
 from paceline.train.balance import RankShare
-from paceline.train.run import aux_rms
+from paceline.train.run import AUX_RMS_SAMPLES, aux_rms
 from paceline.train.schedule import learning_rate
 from paceline.train.source import plan_of
 from paceline.train.start import new_draft
@@ -53,7 +53,7 @@ def main() -> None:
     started = time.monotonic()
     given = {"align.draft_vocab_size": options.draft_vocab, "prepare.limit": options.rows}
     setting = plan(options, "equal", {k: v for k, v in given.items() if v})
-    gpus = ["0"] if torch.cuda.is_available() else [None]
+    gpus = gpus_of(int(torch.cuda.is_available()))
     features(machine_of(options, started + options.seconds), [setting], gpus)
     say(f"features ready after {time.monotonic() - started:.0f} s")
     store = Store(setting.stages["extract"]["out"])
@@ -169,7 +169,8 @@ def train_all(
 
 def own_start(options: argparse.Namespace, setup: Setup, store: Store, seed: int) -> Any:
     plan = plan_of(TrainOptions(seed=seed), store, RankShare())
-    return new_draft(setup.config, setup.vocabulary, setup.target, aux_rms(plan), seed, True, False)
+    scale = aux_rms(store, plan.first_samples(AUX_RMS_SAMPLES))
+    return new_draft(setup.config, setup.vocabulary, setup.target, scale, seed, True, False)
 
 
 def described(store: Store) -> dict[str, int]:

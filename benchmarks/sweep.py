@@ -91,7 +91,7 @@ def main() -> None:
     names = options.only or list(chosen)
     settings = [plan(options, name, chosen[name]) for name in names]
     machine = machine_of(options, started + options.seconds)
-    gpus = [str(i) for i in range(options.gpus)] or [None]
+    gpus = gpus_of(options.gpus)
     for gpu in gpus * options.jobs_per_gpu:
         machine.gpus.put(gpu)
     features(machine, settings, gpus)
@@ -122,6 +122,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--jobs-per-gpu", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=540.0)
     return parser.parse_args()
+
+
+def gpus_of(count: int) -> list[str | None]:
+    """The first of those that CUDA_VISIBLE_DEVICES leaves, or of all; [None] is the CPU."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    numbers = visible.split(",") if visible else map(str, range(count))
+    return list(numbers)[:count] or [None]
 
 
 def machine_of(options: argparse.Namespace, deadline: float) -> Machine:

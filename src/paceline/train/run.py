@@ -46,7 +46,7 @@ from paceline.vocab import DraftVocabulary, load_vocabulary
 logger = logging.getLogger(__name__)
 
 START_FILE = "start.json"
-_AUX_RMS_SAMPLES = 32
+AUX_RMS_SAMPLES = 32
 
 
 def run(options: TrainOptions) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def _train(
     if not (folder / START_FILE).is_file():
         # For the first shard of a stream each rank waits by itself, as long as it takes: those that
         # wait for another rank do so for ten minutes.
-        first = plan.first_samples(_AUX_RMS_SAMPLES)
+        first = plan.first_samples(AUX_RMS_SAMPLES)
     start = ranks.from_first(lambda: _start(options, folder, store, first, ranks.device))
     torch.manual_seed(options.seed)
     dtype = getattr(torch, start["dtype"])
