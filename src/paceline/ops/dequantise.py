@@ -10,9 +10,6 @@ from typing import Any
 
 import torch
 
-# float8 e4m3 has its exponent's zero at 7, bfloat16 at 127.
-_E4M3_TO_BFLOAT16 = 2.0**120
-
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """codes int8 or float8_e4m3fn [..., D], scales bfloat16 [..., G] -> out [..., D], returned.
@@ -32,12 +29,17 @@ def dequantise_torch(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tenso
 
 
 def _widen_e4m3(codes: torch.Tensor) -> torch.Tensor:
-    """float8_e4m3fn -> bfloat16, exactly, by moving bits: torch 2.13's own conversion takes six
-    times as long on a CPU. The codes must be finite."""
-    bits = codes.view(torch.int8).to(torch.int16)
-    # Sign to bit 15 (it was extended), exponent and mantissa to bits 10 to 4.
-    bits.bitwise_left_shift_(4).bitwise_and_(0x87F0 - 0x10000)
-    return bits.view(torch.bfloat16).mul_(_E4M3_TO_BFLOAT16)
+    """float8_e4m3fn -> bfloat16, exactly, out of a table: torch 2.13's own conversion takes five
+    times as long on a CPU, and arithmetic on the bits passes through denormal numbers, which are 0
+    in a process whose libraries switched them off."""
+    numbers = codes.view(torch.uint8).flatten().to(torch.int32)
+    return _e4m3_values().index_select(0, numbers).view(codes.shape)
+
+
+@functools.cache
+def _e4m3_values() -> torch.Tensor:
+    """The value of each byte, bfloat16 [256]."""
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.bfloat16)
 
 
 @functools.cache

@@ -23,8 +23,8 @@ def _dequantise(
         exponent = (bits >> 3) & 15
         digits = (bits & 7) + tl.where(exponent > 0, 8, 0)
         power = ((tl.maximum(exponent, 1) - 10 + 127) << 23).to(tl.float32, bitcast=True)
-        value = digits.to(tl.float32) * power
-        value = tl.where((bits & 128) > 0, -value, value)
+        # Times -1: Triton below 3.8 negates by 0 - x, which makes 0 of the code for -0.
+        value = digits.to(tl.float32) * power * tl.where((bits & 128) > 0, -1.0, 1.0)
     else:
         value = code.to(tl.float32)
     tl.store(out + at, (value * scale).to(out.dtype.element_ty), mask=inside)
