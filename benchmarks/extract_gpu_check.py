@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from paceline.artefact import open_stage
 from paceline.contracts import TokenSample
 from paceline.extract.guards import Guards
-from paceline.extract.probe import relative_error
+from paceline.extract.reference import relative_error
 from paceline.extract.sink import QUARANTINE_PATTERN, Destination, read_lines
 from paceline.extract.vllm.engine import VllmEngine
 from paceline.store import Store, StoreSpec

@@ -19,7 +19,7 @@ from paceline.errors import (
     StoreCorruption,
     UsageError,
 )
-from paceline.extract.probe import relative_error
+from paceline.extract.reference import relative_error
 from paceline.extract.transformers_engine import TransformersEngine, length_buckets
 from paceline.store import Store, published_ids
 from paceline.target.model import final_norm_of, load_model

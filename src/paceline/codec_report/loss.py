@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from paceline.errors import StoreError
-from paceline.extract.probe import relative_error
+from paceline.extract.reference import relative_error
 from paceline.progress import progress_bar
 from paceline.store import Store, StoredSample
 from paceline.target.model import TeacherHead

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,29 +21,19 @@ from paceline.device import free_host_bytes
 from paceline.errors import ProbeFailure
 from paceline.extract.engine import Engine
 from paceline.extract.guards import Guards, past_first_token, row_rms
+from paceline.extract.reference import MEMORY_SHARE, compare_with_plain_forward
 from paceline.extract.sink import QUARANTINE_PATTERN, Destination, read_lines
 from paceline.store import Store, StoreSpec, published_ids
-from paceline.target.model import TeacherHead, final_norm_of, load_model, num_parameters
+from paceline.target.model import TeacherHead, num_parameters
 from paceline.target.spec import Target
 
 logger = logging.getLogger(__name__)
 
 MIN_GREEDY_ROWS = 64
 _MAX_PROMPT_TOKENS = 256
-# Of free memory that the plain forward's weights may take, and the layers that it runs where they
-# would take more.
-_MEMORY_SHARE = 0.8
+# Decoder layers of the plain forward where all of them would not fit into memory.
 _FEW_LAYERS = 4
 
-# Bounds on |captured - reference| / |reference| of a row: (median, 99th percentile, maximum).
-# float32 engines differ by at most 1.2e-4 and bfloat16 ones by some percent; a row shifted by one
-# position is off by at least 0.13.
-_REFERENCE_BOUNDS = {
-    "float32": (5e-5, 5e-4, 5e-4),
-    "bfloat16": (0.03, 0.08, math.inf),
-    "float16": (0.01, 0.03, math.inf),
-}
-_BLAME = "The engine runs another target than the folder holds, or captures another layer."
 # A logit may be this many units in the last place below the largest. In half precision the greedy
 # pass and the captured one run in other shapes, so a few close calls may fall the other way.
 _GREEDY_ULPS = 2.0
@@ -128,7 +118,7 @@ def choose_reference_layers(target: Target, dtype: str, wanted: int | None) -> i
         return min(wanted, target.num_layers)
     free = free_host_bytes()
     needed = num_parameters(target) * getattr(torch, dtype).itemsize
-    if free is None or needed <= _MEMORY_SHARE * free:
+    if free is None or needed <= MEMORY_SHARE * free:
         return target.num_layers
     few = min(_FEW_LAYERS, target.num_layers)
     logger.warning(
@@ -198,74 +188,6 @@ def _check_greedy(
             "units in the last place below it): the last state, its norm or the head is wrong"
         )
     return agree, rows
-
-
-class States(Protocol):
-    """aux [R, A, D] and last [M, D] of a sample; `store.StoredSample` is one."""
-
-    aux: torch.Tensor
-    last: torch.Tensor
-
-
-@torch.inference_mode()
-def compare_with_plain_forward(
-    target: Target,
-    spec: StoreSpec,
-    samples: Sequence[TokenSample],
-    captured: Sequence[States],
-    blame: str = _BLAME,
-    num_layers: int | None = None,
-) -> dict[str, dict[str, float]]:
-    """Every captured row against transformers' own forward, one sample at a time, no padding.
-
-    num_layers: of the plain forward, None for all; layers beyond it are not compared. Returns the
-    errors of each k. Raises ProbeFailure, which names the layer and ends with `blame`.
-    """
-    depth = num_layers or target.num_layers
-    whole = depth == target.num_layers
-    model = load_model(target, getattr(torch, spec.dtype), "cpu", None if whole else depth)
-    final_norm = final_norm_of(model, depth)
-    pre_norm: list[torch.Tensor] = []
-    handle = final_norm.register_forward_pre_hook(lambda _, args: pre_norm.append(args[0]))
-    errors: dict[int, list[torch.Tensor]] = {k: [] for k in spec.layers.all if k <= depth}
-    for sample, states in zip(samples, captured, strict=True):
-        pre_norm.clear()
-        ids = torch.from_numpy(sample.input_ids.astype(np.int64))[None]
-        hidden = model(ids, output_hidden_states=True, use_cache=False).hidden_states
-        for i, k in enumerate(k for k in spec.layers.aux if k <= depth):
-            plain = pre_norm[0] if k == depth else hidden[k]
-            errors[k].append(relative_error(states.aux[:, i], plain[0][: len(states.aux)]))
-        if not whole:
-            continue
-        last = final_norm(pre_norm[0]) if spec.last_is_normed else pre_norm[0]
-        supervised = torch.from_numpy(sample.loss_mask)
-        errors[spec.layers.last].append(relative_error(states.last, last[0][supervised]))
-    handle.remove()
-    return {
-        f"k={k}": _bounded(k, torch.cat(found), spec.dtype, blame) for k, found in errors.items()
-    }
-
-
-def relative_error(rows: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """|row - reference| / |reference| per row, float32: [R, D] -> [R]. Relative to the row's norm:
-    activations reach 2.7e4, so an absolute error says nothing."""
-    reference = reference.float()
-    return (rows.float() - reference).norm(dim=-1) / reference.norm(dim=-1)
-
-
-def _bounded(k: int, errors: torch.Tensor, dtype: str, blame: str) -> dict[str, float]:
-    found = {
-        "median": float(errors.median()),
-        "p99": float(errors.quantile(0.99)),
-        "max": float(errors.max()),
-    }
-    for (name, value), bound in zip(found.items(), _REFERENCE_BOUNDS[dtype], strict=True):
-        if not value <= bound:
-            raise ProbeFailure(
-                f"probe: layer k = {k} differs from a plain transformers forward: {name} error "
-                f"relative to the row's norm {value:.3g}, allowed {bound:.3g} in {dtype}. {blame}"
-            )
-    return found
 
 
 def _rms_ranges(
