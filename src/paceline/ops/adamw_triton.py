@@ -7,7 +7,7 @@ import triton.language as tl
 _BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def _adamw(
     weight, gradient, first, second, copy, scale, count, rate, beta1, beta2, eps, decay,
     correction1, correction2, HAS_COPY: tl.constexpr, BLOCK: tl.constexpr,

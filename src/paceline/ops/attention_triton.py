@@ -16,7 +16,7 @@ import triton.language as tl
 _LOG2_E = 1.4426950408889634
 # A hidden key's score: exp2 of its distance to a real score is 0, and that to itself is a number.
 _HIDDEN = tl.constexpr(-1.0e30)
-_COUNTS = ["num_rows", "num_keys", "num_own", "own_stride"]
+_COUNTS = ["num_rows", "num_keys", "num_own"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,14 @@ def _key_ranges(
 
 
 @triton.jit
+def _own_rows(step, row, num_rows, own_stride):
+    """Where rows of own [J, R, 2G, K] lie, whose steps are one after the other. Out of a product
+    with the stride of rows, which a model fixes: Triton moves 16 bytes at a time only where it
+    knows that rows begin at multiples of them."""
+    return (step * num_rows.to(tl.int64) + row) * own_stride
+
+
+@triton.jit
 def _load_rows(
     pointer, inside, width, CHECK: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -124,8 +132,8 @@ def _attend_keys(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _forward(
-    q, kv, own, out, lse, key_start, key_last, num_rows, num_own, q_stride, kv_stride, own_stride,
-    own_row_stride, groups, width, scale,
+    q, kv, own, out, lse, key_start, key_last, num_rows, num_own, q_stride, kv_stride,
+    own_stride, groups, width, scale,
     P: tl.constexpr, FULL: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -152,9 +160,8 @@ def _forward(
         acc, peak, total, q_tile, kv, kv_stride, whole_high, high, first, last,
         width, scale, group_at, value_at, True, FULL, KEYS, BLOCK, PRECISION,
     )  # fmt: skip
-    own_at = row.to(tl.int64)[:, None] * own_row_stride + column[None, :]
     for step in range(num_own):
-        at = own + step * own_stride.to(tl.int64) + own_at
+        at = own + _own_rows(step, row, num_rows, own_stride)[:, None] + column[None, :]
         k = tl.load(at + group_at, mask=there, other=0.0).to(tl.float32)
         score = tl.sum(q_tile.to(tl.float32) * k, 1) * scale
         new_peak = tl.maximum(peak, score)
@@ -198,7 +205,7 @@ def _query_gradient(
 @triton.jit(do_not_specialize=_COUNTS)
 def _backward_queries(
     q, kv, own, out, grad, lse, deltas, grad_q, key_start, key_last, num_rows, num_own, q_stride,
-    kv_stride, own_stride, own_row_stride, groups, width, scale, unit,
+    kv_stride, own_stride, groups, width, scale, unit,
     P: tl.constexpr, FULL: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -230,9 +237,8 @@ def _backward_queries(
         acc, q_tile, upper, peak, delta, kv, kv_stride, whole_high, high, first,
         last, width, scale, group_at, value_at, True, FULL, KEYS, BLOCK, PRECISION,
     )  # fmt: skip
-    own_at = row.to(tl.int64)[:, None] * own_row_stride + column[None, :]
     for step in range(num_own):
-        at = own + step * own_stride.to(tl.int64) + own_at
+        at = own + _own_rows(step, row, num_rows, own_stride)[:, None] + column[None, :]
         k = tl.load(at + group_at, mask=there, other=0.0).to(tl.float32)
         v = tl.load(at + value_at, mask=there, other=0.0).to(tl.float32)
         weight = tl.exp2(tl.sum(q_tile.to(tl.float32) * k, 1) * scale - peak)
@@ -325,8 +331,8 @@ def _backward_keys(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def _backward_own(
-    q, own, grad, lse, deltas, grad_own, num_rows, q_stride, own_stride, own_row_stride, groups,
-    width, scale, unit,
+    q, own, grad, lse, deltas, grad_own, num_rows, q_stride, own_stride, groups, width,
+    scale, unit,
     P: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -336,7 +342,7 @@ def _backward_own(
     step = tl.program_id(2).to(tl.int64)
     group_at = tl.program_id(1) * width
     value_at = group_at + groups * width
-    at = own + step * own_stride + row.to(tl.int64)[:, None] * own_row_stride + column[None, :]
+    at = own + _own_rows(step, row, num_rows, own_stride)[:, None] + column[None, :]
     k = tl.load(at + group_at, mask=there, other=0.0).to(tl.float32)
     v = tl.load(at + value_at, mask=there, other=0.0).to(tl.float32)
     acc_k = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -372,7 +378,7 @@ class _RowsAttention(torch.autograd.Function):
         if num_rows:
             _forward[shape.grid(tile)](
                 q, kv, kv if own is None else own, out, lse, key_start, key_last, num_rows,
-                shape.num_own, q.stride(0), kv.stride(0), shape.own_stride, shape.own_row_stride,
+                shape.num_own, q.stride(0), kv.stride(0), shape.own_stride,
                 shape.groups, width, shape.unit * _LOG2_E, P=shape.per_group,
                 FULL=shape.block == width, ROWS=tile.rows, KEYS=tile.keys, BLOCK=shape.block,
                 PRECISION=shape.precision, num_warps=tile.warps, num_stages=tile.stages,
@@ -398,7 +404,7 @@ class _RowsAttention(torch.autograd.Function):
         _backward_queries[shape.grid(tile)](
             q, kv, kv if own is None else own, out, grad, lse, deltas, grad_q, key_start, key_last,
             num_rows, shape.num_own, q.stride(0), kv.stride(0), shape.own_stride,
-            shape.own_row_stride, shape.groups, width, scale, shape.unit, ROWS=tile.rows,
+            shape.groups, width, scale, shape.unit, ROWS=tile.rows,
             KEYS=tile.keys, num_warps=tile.warps, num_stages=tile.stages, **tiled,
         )  # fmt: skip
         tile = shape.tiles["keys"]
@@ -411,7 +417,7 @@ class _RowsAttention(torch.autograd.Function):
         if own is not None:
             _backward_own[(triton.cdiv(num_rows, 16), shape.groups, len(own))](
                 q, own, grad, lse, deltas, grad_own, num_rows, q.stride(0), shape.own_stride,
-                shape.own_row_stride, shape.groups, width, scale, shape.unit, ROWS=16, **common,
+                shape.groups, width, scale, shape.unit, ROWS=16, **common,
             )  # fmt: skip
         return grad_q, grad_kv, grad_own, None, None
 
@@ -446,7 +452,6 @@ class _Shape:
     width: int
     num_own: int
     own_stride: int
-    own_row_stride: int
     num_rows: int
     tiles: dict[str, Tile]
     block: int
@@ -461,8 +466,7 @@ class _Shape:
             per_group=heads // groups,
             width=width,
             num_own=0 if own is None else len(own),
-            own_stride=0 if own is None else own.stride(0),
-            own_row_stride=0 if own is None else own.stride(1),
+            own_stride=0 if own is None else own.stride(1),
             num_rows=num_rows,
             tiles=_tiles(width, q.dtype),
             block=max(triton.next_power_of_2(width), 16),
@@ -479,4 +483,6 @@ class _Shape:
 
 def rows_attention(q, kv, own, spans):
     """Heads side by side within a row (their strides are the head width); see `attention`."""
+    if own is not None and len(own) > 1:
+        own = own.contiguous()
     return _RowsAttention.apply(q, kv, own, spans.key_start, spans.key_last)
