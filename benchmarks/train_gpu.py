@@ -19,6 +19,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from statistics import median
 from time import perf_counter
@@ -36,9 +37,11 @@ from train_peers import specforge_step, speculators_step
 from paceline.device import product_flops
 from paceline.train.flops import needed_flops
 
+PEERS = {"speculators": speculators_step, "SpecForge": specforge_step}
 ROUND_STEPS = 8
 TOKENS = 8192
 EQUAL, LONG = [1024] * 8, 32768
+LENGTHS = ["equal", "log_normal", "long"]
 DEVICE, DTYPE = "cuda", torch.bfloat16
 
 
@@ -137,7 +140,7 @@ def ratios(rows: list[dict], ours: str, theirs: str) -> dict:
     return {"speed": speed, "memory": a["peak_gib"] / b["peak_gib"]}
 
 
-def equal_documents(steps: int, rounds: int) -> dict:
+def equal_documents(steps: int, rounds: int, peers: Sequence[str]) -> dict:
     rate = product_flops(torch.device(DEVICE), DTYPE)
     trainers = [
         warmed(lambda: paceline(steps, 0.5, False, [EQUAL])),
@@ -145,16 +148,14 @@ def equal_documents(steps: int, rounds: int) -> dict:
         warmed(lambda: paceline(steps, 0.5, True, [EQUAL], masters=True)),
         warmed(lambda: paceline(steps, 1.0, False, [EQUAL])),
         warmed(lambda: paceline(steps, 1.0, True, [EQUAL])),
-        warmed(lambda: peer("speculators", speculators_step, steps, [EQUAL])),
-        warmed(lambda: peer("SpecForge", specforge_step, steps, [EQUAL])),
+        *(warmed(lambda name=name: peer(name, PEERS[name], steps, [EQUAL])) for name in peers),
     ]
     rows = compare(trainers, rounds, rate)
     half, whole = "paceline, 50% supervised, head ", "paceline, 100% supervised, head "
     pairs = {
-        "half_vs_speculators": (half + "frozen", "speculators"),
-        "half_vs_specforge": (half + "trained", "SpecForge"),
-        "all_vs_speculators": (whole + "frozen", "speculators"),
-        "all_vs_specforge": (whole + "trained", "SpecForge"),
+        f"{share}_vs_{name}": (ours + ("frozen" if name == "speculators" else "trained"), name)
+        for name in peers
+        for share, ours in (("half", half), ("all", whole))
     }
     return {
         "ttt": steps,
@@ -182,9 +183,6 @@ def one_document(steps: int, rounds: int) -> dict:
     return {"ttt": steps, "rows": compare([trainer], rounds, rate, LONG)}
 
 
-MEASUREMENTS = {"equal": equal_documents, "log_normal": real_lengths, "long": one_document}
-
-
 def show(title: str, measured: dict) -> None:
     print(title, file=sys.stderr)
     for row in measured["rows"]:
@@ -202,12 +200,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ttt", type=int, nargs="+", default=[3, 7])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--lengths", nargs="+", choices=MEASUREMENTS, default=list(MEASUREMENTS))
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="of `equal`")
+    parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=LENGTHS)
     args = parser.parse_args()
     results = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     results |= {name: [] for name in args.lengths}
+    equal = partial(equal_documents, peers=args.peers)
+    measurements = dict(zip(LENGTHS, (equal, real_lengths, one_document), strict=True))
     for steps, name in product(args.ttt, args.lengths):
-        measured = MEASUREMENTS[name](steps, args.rounds)
+        measured = measurements[name](steps, args.rounds)
         torch.compiler.reset()
         show(f"TTT {steps}, lengths: {name}", measured)
         results[name].append(measured)
