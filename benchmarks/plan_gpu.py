@@ -17,7 +17,7 @@ import random
 import sys
 import time
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -141,8 +141,10 @@ def without_start(name: str, options: Any, result: dict[str, Any]) -> dict[str, 
     if name == "extract":
         return {"work_s": result["timing"]["capture_s"], "tokens": result["timing"]["tokens"]}
     if name == "train":
-        seconds = [record["step_s"] for record in read_log(Path(options.out)).train]
-        return {"work_s": median(seconds) * result["steps"], "steps": result["steps"]}
+        # The first steps compile.
+        log = read_log(Path(options.out)).train
+        seconds = [record["step_s"] for record in log[len(log) // 4 :]]
+        return {"work_s": fmean(seconds) * result["steps"], "steps": result["steps"]}
     return {}
 
 

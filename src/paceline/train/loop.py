@@ -4,7 +4,6 @@ One optimiser step reads top to bottom in `Trainer.step`. Legend: S TTT steps.
 """
 
 import logging
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -100,7 +99,6 @@ class Trainer:
             "rows": num_rows,
             "tokens": num_tokens,
             "needed_flops": flops,
-            "step_s": time.perf_counter() - read.began,
             "wait_s": read.wait_s,
         }
 
@@ -144,7 +142,7 @@ def over_ranks(record: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         **record,
         "sums": StepSums(*ranks.sum(sums)),
         "loss": loss,
-        "tokens": int(tokens),
+        "tokens": tokens,
         "needed_flops": flops,
         "wait_s": ranks.largest(record["wait_s"]),
     }

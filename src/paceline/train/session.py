@@ -11,12 +11,14 @@ from paceline.device import peak_bytes
 from paceline.errors import StreamError, TrainingError
 from paceline.progress import progress_bar
 from paceline.runlog import LOG_FILE, append_record, cut_torn_line
+from paceline.train.batches import Step
 from paceline.train.best import BestDraft
 from paceline.train.checkpoint import save_checkpoint
 from paceline.train.heldout import choose_samples, heldout_figures
 from paceline.train.loop import Trainer, figures, over_ranks
 from paceline.train.nan_batch import keep_step
 from paceline.train.optimiser import NotFinite
+from paceline.train.pace import Pace
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +43,12 @@ class Session:
     next_step: int = field(init=False)
     _saved: int = field(init=False)
     _began: float = field(init=False)
+    _pace: Pace = field(init=False)
 
     def __post_init__(self) -> None:
         self.next_step = self._saved = self.start
         self._began = time.perf_counter()
+        self._pace = Pace()
 
     def run(self) -> None:
         """Train to the end. A stream whose other side is lost leaves a checkpoint, a step that is
@@ -63,18 +67,18 @@ class Session:
 
     def _run(self) -> None:
         total, ranks = self.trainer.total_steps, self.trainer.ranks
+        self._pace.restart()
         try:
             with progress_bar("train", total - self.start, "step", ranks.is_first) as bar:
                 for step, record in self.trainer.run(self.start):
                     if record is None:
-                        self._answer_pause(step.num_windows)
+                        with self._pace.aside():
+                            self._answer_pause(step.num_windows)
                         continue
                     self.next_step = step.number + 1
                     bar.advance(1, self._log(record))
-                    if self._is_time(self.trainer.options.checkpoint_every):
-                        self._save()
-                        if self.trainer.plan.num_epochs == 1:
-                            self.trainer.store.release(step.num_windows)
+                    with self._pace.aside():
+                        self._look_and_save(step)
                     self.trainer.store.check_writer()
         except StreamError:
             # Other ranks may be a step further on; they cannot save together.
@@ -86,16 +90,25 @@ class Session:
 
     def _log(self, record: dict[str, Any]) -> str:
         """Write what is due. Returns a note for the progress bar."""
-        options, note = self.trainer.options, ""
+        self._pace.add(record)
         is_last = self.next_step == self.trainer.total_steps
-        if self.next_step % options.log_every == 0 or is_last:
-            self.trainer.optimiser.check()  # the log reads from the device anyway
-            line = self._plain(over_ranks(record, self.trainer.ranks))
-            self._write(line)
-            note = f"loss {line['loss']:.3f}"
+        if self.next_step % self.trainer.options.log_every and not is_last:
+            return ""
+        self.trainer.optimiser.check()  # the log reads from the device anyway
+        line = self._plain(over_ranks({**record, **self._pace.means()}, self.trainer.ranks))
+        self._write(line)
+        self._pace.restart()
+        return f"loss {line['loss']:.3f}"
+
+    def _look_and_save(self, step: Step) -> None:
+        """What is due."""
+        options = self.trainer.options
         if options.eval_every and self._is_time(options.eval_every):
             self._look()
-        return note
+        if self._is_time(options.checkpoint_every):
+            self._save()
+            if self.trainer.plan.num_epochs == 1:
+                self.trainer.store.release(step.num_windows)
 
     def _look(self) -> None:
         """Held-out figures of the draft as it is now."""
@@ -116,9 +129,10 @@ class Session:
 
     def _plain(self, record: dict[str, Any]) -> dict[str, Any]:
         """A step's record as the log has it. All ranks enter."""
-        sums, seconds, ranks = record.pop("sums"), record["step_s"], self.trainer.ranks
+        sums, seconds, ranks = record.pop("sums"), self._pace.seconds(), self.trainer.ranks
         return {
             **record,
+            "step_s": seconds,
             "tokens_per_s": record["tokens"] / seconds,
             "rows_per_s": record["rows"] / seconds,
             "wait_share": record["wait_s"] / seconds,
