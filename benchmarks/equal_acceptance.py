@@ -6,11 +6,12 @@ trained by speculators 0.9.0's EAGLE-3 model, on the same features of SmolLM2-13
 needs the peer's wheels on the path (as benchmarks/train_cpu.py installs them). FOLDER of `--data`:
 see sweep.py, whose features are used where they are there. In one process, step by step, the same
 samples in the same order go to three drafts of one shape (one layer, an RMSNorm on each auxiliary
-state, one draft vocabulary) with one optimiser (AdamW on float32 weights, clipped, one schedule):
+state, one draft vocabulary) with one optimiser (`--optimiser`; on float32 weights, clipped, one
+schedule; the peer's own trainer takes Muon unless told otherwise, as our recipe does):
 
     speculators    its own starting values, head frozen (it trains none)
     same_start     paceline from those very values, head frozen
-    recipe         paceline from its own starting values, head trained
+    recipe         paceline from its own starting values, head frozen, as our recipe has it
 
 Loss: KL on the draft vocabulary, TTT step j weighted 0.8^j. Two differences in what is averaged are
 left as they are: speculators divides step j by its own rows, and at later steps it also teaches
@@ -38,6 +39,7 @@ from paceline.store import PackedReader, Store
 from paceline.store.packing import iterate_packed
 from paceline.target.spec import Target, TargetReference
 from paceline.train.balance import RankShare
+from paceline.train.optimiser import OPTIMISERS
 from paceline.train.run import AUX_RMS_SAMPLES, aux_rms
 from paceline.train.schedule import learning_rate
 from paceline.train.source import plan_of
@@ -90,7 +92,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=8192, help="most tokens in a step")
     parser.add_argument("--ttt", type=int, default=5)
-    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--optimiser", choices=OPTIMISERS, default="muon")
+    parser.add_argument("--rate", type=float, default=4e-3)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--seconds", type=float, default=380.0, help="for the features")
     return parser.parse_args()
@@ -104,6 +107,7 @@ def make_setup(options: argparse.Namespace, stages: dict[str, Any], store: Store
         TrainOptions,
         {
             "ttt_steps": options.ttt,
+            "optimiser": options.optimiser,
             "learning_rate": options.rate,
             "logit_chunk": options.tokens,
             "micro_batch_tokens": options.tokens,
@@ -135,8 +139,8 @@ def train_all(
     own = own_start(options, setup, store, seed)
     trainers = [
         peer,
-        OwnTrainer("same_start", setup, start, train_head=False),
-        OwnTrainer("recipe", setup, own, train_head=True),
+        OwnTrainer("same_start", setup, start),
+        OwnTrainer("recipe", setup, own),
     ]
     groups = [
         group
@@ -170,7 +174,7 @@ def train_all(
 def own_start(options: argparse.Namespace, setup: Setup, store: Store, seed: int) -> Any:
     plan = plan_of(TrainOptions(seed=seed), store, RankShare())
     scale = aux_rms(store, plan.first_samples(AUX_RMS_SAMPLES))
-    return new_draft(setup.config, setup.vocabulary, setup.target, scale, seed, True, False)
+    return new_draft(setup.config, setup.vocabulary, setup.target, scale, seed, True, True)
 
 
 def described(store: Store) -> dict[str, int]:

@@ -23,7 +23,7 @@ from paceline.recipe import TrainOptions
 from paceline.store import PackedSamples
 from paceline.target.model import TeacherHead, load_embedding
 from paceline.target.spec import Target
-from paceline.train.optimiser import MasterAdamW
+from paceline.train.optimiser import OPTIMISERS
 from paceline.vocab import DraftVocabulary
 
 
@@ -45,17 +45,17 @@ class Setup:
 
 
 class OwnTrainer:
-    """paceline's step on a draft in float32, which it takes over."""
+    """paceline's step on a draft in float32, which it takes over; head frozen."""
 
-    def __init__(self, name: str, setup: Setup, draft: Draft, train_head: bool) -> None:
+    def __init__(self, name: str, setup: Setup, draft: Draft) -> None:
         self.name, self._setup, self._draft = name, setup, draft.to(setup.device).train()
         self._head = draft.lm_head.weight.detach().clone()
-        draft.lm_head.requires_grad_(train_head)
+        draft.lm_head.requires_grad_(False)
         for module in draft.children():
             module.to(setup.dtype)
         head = TeacherHead(setup.target, setup.dtype, setup.device, rows=setup.columns)
         self._teacher = Teacher(head)
-        self._optimiser = MasterAdamW(draft, setup.options)
+        self._optimiser = OPTIMISERS[setup.options.optimiser](draft, setup.options)
 
     def step(self, packed: PackedSamples, rate: float) -> torch.Tensor:
         """One optimiser step. Returns the loss, on the device."""
@@ -111,7 +111,8 @@ class PeerTrainer:
         """Its own starting values anew; what was compiled is kept."""
         torch.manual_seed(seed)
         self._model.load_state_dict(peer_model(self._setup).state_dict())
-        self._optimiser = MasterAdamW(self._model, self._setup.options)
+        options = self._setup.options
+        self._optimiser = OPTIMISERS[options.optimiser](self._model, options)
 
     def step(self, packed: PackedSamples, rate: float) -> torch.Tensor:
         _, loss, _ = self._model(**peer_batch(packed, self._setup), **self._arguments)

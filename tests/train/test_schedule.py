@@ -4,6 +4,8 @@ import math
 
 import pytest
 
+from paceline.errors import UsageError
+from paceline.recipe import TrainOptions, build
 from paceline.train.schedule import learning_rate
 
 
@@ -20,3 +22,16 @@ def test_warm_up_rises_to_the_peak_and_decays_to_the_floor():
     assert rates[50] == pytest.approx(0.2)
     assert learning_rate(80, 50, 2.0, 10, "cosine", 0.1) == pytest.approx(0.2)
     assert {learning_rate(s, 50, 2.0, 0, "constant") for s in range(50)} == {2.0}
+
+
+def test_a_warm_up_below_one_is_a_share_of_all_steps():
+    rates = [learning_rate(s, 50, 2.0, 0.15, "constant") for s in range(50)]
+    # 7.5 steps of 50, rounded up.
+    assert rates == pytest.approx([2.0 * min(s + 1, 8) / 8 for s in range(50)])
+    assert learning_rate(0, 50, 2.0, 1, "constant") == 2.0
+
+
+@pytest.mark.parametrize("steps", [-1, 20.5])
+def test_what_is_no_warm_up_is_refused(steps):
+    with pytest.raises(UsageError, match="warmup_steps"):
+        build(TrainOptions, {"warmup_steps": steps})

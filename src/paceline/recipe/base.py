@@ -3,13 +3,23 @@
 import difflib
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.contracts import Overwrite
 from paceline.errors import UsageError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+def _share_or_steps(value: float) -> float:
+    if value >= 1 and value != int(value):
+        raise ValueError("from 1 on these are steps, a whole number; below 1 a share of all steps")
+    return value
+
+
+# As transformers.TrainingArguments has them.
+WarmupSteps = Annotated[float, Field(ge=0.0), AfterValidator(_share_or_steps)]
 
 
 def opt(

@@ -4,7 +4,15 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from paceline.recipe.base import CacheOptions, Dtype, Options, StageOptions, TargetOptions, opt
+from paceline.recipe.base import (
+    CacheOptions,
+    Dtype,
+    Options,
+    StageOptions,
+    TargetOptions,
+    WarmupSteps,
+    opt,
+)
 
 
 class AlignOptions(StageOptions, TargetOptions):
@@ -104,8 +112,10 @@ class TrainOptions(StageOptions, TargetOptions, CacheOptions):
     micro_batch_tokens: int = opt(
         16384, "Most tokens in one forward pass; more are accumulated.", identity=False, ge=1
     )
-    learning_rate: float = opt(4e-3, "Peak learning rate.", gt=0)
-    warmup_steps: int = opt(20, "Optimiser steps of linear warm-up.", ge=0)
+    learning_rate: float = opt(2e-3, "Peak learning rate.", gt=0)
+    warmup_steps: WarmupSteps = opt(
+        0.15, "Optimiser steps of linear warm-up; below 1 a share of all steps."
+    )
     schedule: Literal["cosine", "linear", "constant"] = opt("cosine", "Decay after the warm-up.")
     min_lr_ratio: float = opt(0.03, "Learning rate at the end as a share of the peak.", ge=0, le=1)
     optimiser: Literal["adamw", "muon"] = opt(

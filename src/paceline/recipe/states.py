@@ -2,7 +2,15 @@
 
 from typing import Any, Literal
 
-from paceline.recipe.base import Dtype, Options, Share, StageOptions, TargetOptions, opt
+from paceline.recipe.base import (
+    Dtype,
+    Options,
+    Share,
+    StageOptions,
+    TargetOptions,
+    WarmupSteps,
+    opt,
+)
 
 
 class ExtractOptions(StageOptions, TargetOptions):
@@ -212,7 +220,9 @@ class CodecReportOptions(StageOptions, TargetOptions):
     ttt_steps: int = opt(3, "Training-time-test steps.", ge=1)
     batch_rows: int = opt(256, "Supervised rows in one optimiser step.", ge=1)
     learning_rate: float = opt(2e-3, "Peak learning rate.", gt=0)
-    warmup_steps: int = opt(20, "Optimiser steps of linear warm-up.", ge=0)
+    warmup_steps: WarmupSteps = opt(
+        0.15, "Optimiser steps of linear warm-up; below 1 a share of all steps."
+    )
     num_draft_tokens: list[int] = opt([1, 3, 5], "Chain lengths K.", min_length=1)
     seed: int = opt(0, "Seed of weights and data order.")
     dtype: Dtype = opt("auto", "Dtype of the training's arithmetic.")
