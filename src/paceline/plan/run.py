@@ -39,6 +39,7 @@ from paceline.plan.times import (
     Duration,
     Measured,
     evaluate_time,
+    extract_share,
     extract_time,
     generate_time,
     prepare_time,
@@ -161,7 +162,10 @@ def _stages(work: _Work) -> dict[str, dict[str, Any]]:
         work.options, recipe.train, data, draft, setting.train_flops, work.measured
     )
     evaluating = evaluate_time(recipe.evaluate, recipe.train, data, training.seconds, steps)
-    extracting = extract_time(work.options, data, shape, setting.extract_flops, work.measured)
+    reached = extract_share(recipe.extract.engine, on_gpu)
+    extracting = extract_time(
+        work.options, data, shape, setting.extract_flops, reached, work.measured
+    )
     extract_needs = extract_memory(recipe.extract, shape, spec, size, on_gpu)
     train_needs = train_memory(recipe.train, shape, draft, data, spec, setting.train_dtype, on_gpu)
     export_dtype = shape.dtype if recipe.export.dtype == "auto" else recipe.export.dtype

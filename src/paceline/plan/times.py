@@ -16,7 +16,10 @@ from paceline.train.length import RunLength
 
 # Shares of the rate of large matrix products that the work is taken to reach where nothing was
 # measured: estimates, so that such times are right to a factor of about two.
-EXTRACT_SHARE, TRAIN_SHARE, GENERATE_SHARE = 0.5, 0.5, 0.1
+TRAIN_SHARE, GENERATE_SHARE = 0.5, 0.1
+# Of extraction on GPUs, by engine: seen with 8 billion weights on an H200 (benchmarks/RESULTS.md).
+_CPU_EXTRACT_SHARE = 0.5
+_GPU_EXTRACT_SHARES = {"vllm": 0.75, "transformers": 0.2}
 # A forward pass is a third of a training step; so is a chain of as many steps.
 _FORWARD_SHARE = 1 / 3
 # A look at held-out data is a forward pass for the loss and about another one for the walk.
@@ -81,13 +84,20 @@ def prepare_time(data: DataSample, measured: Measured | None) -> Duration:
     )
 
 
+def extract_share(engine: str, on_gpu: bool) -> float:
+    """The share of the rate of matrix products that extraction is taken to reach."""
+    return _GPU_EXTRACT_SHARES[engine] if on_gpu else _CPU_EXTRACT_SHARE
+
+
 def extract_time(
     options: PlanOptions,
     data: DataSample,
     shape: TargetShape,
     flops: float,
+    share: float,
     measured: Measured | None,
 ) -> Duration:
+    """share: see `extract_share`."""
     tokens = data.num_forward_tokens
     if measured:
         rate = measured.extract_tokens_per_s * options.devices
@@ -98,8 +108,8 @@ def extract_time(
         )
     per_token = shape.token_flops(data.mean_context)
     return Duration(
-        tokens * per_token / (flops * options.devices * EXTRACT_SHARE),
-        f"{tokens:,} tokens x {per_token:.3g} FLOP / ({EXTRACT_SHARE} of {options.devices} x "
+        tokens * per_token / (flops * options.devices * share),
+        f"{tokens:,} tokens x {per_token:.3g} FLOP / ({share} of {options.devices} x "
         f"{flops:.3g} FLOP/s)",
     )
 
