@@ -122,7 +122,7 @@ def test_help_comes_from_the_models_and_tells_defaults():
     for parameter in parameters_of(TrainOptions):
         assert parameter.option in shown
         assert " ".join(parameter.help.split()) in shown
-    assert "Peak learning rate. (default: 0.004)" in shown
+    assert "Peak learning rate. (default: 0.002)" in shown
     assert "AdamW betas. (repeat for several; default: 0.9 0.95)" in shown
 
 

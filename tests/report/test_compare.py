@@ -41,7 +41,7 @@ def test_what_was_done_otherwise_is_listed_and_nothing_else(page):
     text = _text(page)
     section = text[text.index("What differs option") : text.index("Training Loss")]
     assert "train.max_steps 60 15" in section
-    assert "train.learning_rate 0.004 0.001" in section
+    assert "train.learning_rate 0.002 0.001" in section
     assert "optimiser steps 60 15" in section
     assert "train.seed" not in section
     assert "align." not in section

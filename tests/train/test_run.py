@@ -113,14 +113,14 @@ def test_answers_longer_than_a_step_end_no_run_early(line, tmp_path, caplog, len
     assert planned == length["max_steps"] or length["max_steps"] is None
     # A cosine to zero, warm-up apart: it is at its end.
     assert seen[planned - 1][1] == pytest.approx(
-        4e-3 * (math.pi / 2 / (planned - 2)) ** 2, rel=0.05
+        2e-3 * (math.pi / 2 / (planned - 2)) ** 2, rel=0.05
     )
     assert "ended after" not in caplog.text
 
 
 def test_other_options_for_a_finished_folder_are_refused_by_name(line, tmp_path):
     trained(line, str(tmp_path / "run"))
-    with pytest.raises(FingerprintMismatch, match=r"learning_rate: was 0.004, now 0.01"):
+    with pytest.raises(FingerprintMismatch, match=r"learning_rate: was 0.002, now 0.01"):
         trained(line, str(tmp_path / "run"), learning_rate=0.01)
 
 

@@ -124,10 +124,12 @@ class _PlainForward:
         return found
 
     def widen(self) -> bool:
-        """Compute in the next wider dtype from now on; False where memory does not allow it."""
+        """Compute in the next wider dtype from now on; False where memory does not allow it, or
+        quantised weights have none."""
         wide, free = _WIDER[self._spec.dtype], free_host_bytes()
         needed = wide.itemsize * sum(weight.numel() for weight in self._model.parameters())
-        if free is not None and needed > MEMORY_SHARE * free:
+        fits = free is None or needed <= MEMORY_SHARE * free
+        if not fits or getattr(self._model, "is_quantized", False):
             return False
         self._model.to(wide)
         return True
