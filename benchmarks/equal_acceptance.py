@@ -11,7 +11,8 @@ schedule; the peer's own trainer takes Muon unless told otherwise, as our recipe
 
     speculators    its own starting values, head frozen (it trains none)
     same_start     paceline from those very values, head frozen
-    recipe         paceline from its own starting values, head frozen, as our recipe has it
+    recipe         paceline from its own starting values, head frozen, taught at the temperature of
+                   our recipe
 
 Loss: KL on the draft vocabulary, TTT step j weighted 0.8^j. Two differences in what is averaged are
 left as they are: speculators divides step j by its own rows, and at later steps it also teaches
@@ -94,6 +95,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ttt", type=int, default=5)
     parser.add_argument("--optimiser", choices=OPTIMISERS, default="muon")
     parser.add_argument("--rate", type=float, default=4e-3)
+    parser.add_argument("--temperature", type=float, default=0.5, help="taught to `recipe`")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--seconds", type=float, default=380.0, help="for the features")
     return parser.parse_args()
@@ -140,7 +142,7 @@ def train_all(
     trainers = [
         peer,
         OwnTrainer("same_start", setup, start),
-        OwnTrainer("recipe", setup, own),
+        OwnTrainer("recipe", setup, own, options.temperature),
     ]
     groups = [
         group

@@ -45,16 +45,17 @@ class Setup:
 
 
 class OwnTrainer:
-    """paceline's step on a draft in float32, which it takes over; head frozen."""
+    """paceline's step on a draft in float32, which it takes over; head frozen. temperature: of
+    what is taught."""
 
-    def __init__(self, name: str, setup: Setup, draft: Draft) -> None:
+    def __init__(self, name: str, setup: Setup, draft: Draft, temperature: float = 1.0) -> None:
         self.name, self._setup, self._draft = name, setup, draft.to(setup.device).train()
         self._head = draft.lm_head.weight.detach().clone()
         draft.lm_head.requires_grad_(False)
         for module in draft.children():
             module.to(setup.dtype)
         head = TeacherHead(setup.target, setup.dtype, setup.device, rows=setup.columns)
-        self._teacher = Teacher(head)
+        self._teacher = Teacher(head, temperature=temperature)
         self._optimiser = OPTIMISERS[setup.options.optimiser](draft, setup.options)
 
     def step(self, packed: PackedSamples, rate: float) -> torch.Tensor:
