@@ -31,7 +31,7 @@ def test_a_warm_up_below_one_is_a_share_of_all_steps():
     assert learning_rate(0, 50, 2.0, 1, "constant") == 2.0
 
 
-@pytest.mark.parametrize("steps", [-1, 20.5])
+@pytest.mark.parametrize("steps", [-1, 20.5, math.inf, math.nan])
 def test_what_is_no_warm_up_is_refused(steps):
     with pytest.raises(UsageError, match="warmup_steps"):
         build(TrainOptions, {"warmup_steps": steps})

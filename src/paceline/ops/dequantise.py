@@ -39,7 +39,8 @@ def _widen_e4m3(codes: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _e4m3_values() -> torch.Tensor:
     """The value of each byte, bfloat16 [256]."""
-    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.bfloat16)
+    codes = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn)
+    return codes.to(torch.bfloat16)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 def _share_or_steps(value: float) -> float:
-    if value >= 1 and value != int(value):
+    if value >= 1 and value % 1:
         raise ValueError("from 1 on these are steps, a whole number; below 1 a share of all steps")
     return value
 
