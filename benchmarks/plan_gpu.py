@@ -17,7 +17,6 @@ import random
 import sys
 import time
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -25,8 +24,8 @@ import transformers
 
 import paceline
 from paceline.artefact import folder_size
+from paceline.plan.measure import seconds_per_step
 from paceline.recipe import Recipe, load_recipe
-from paceline.runlog import read_log
 from paceline.stages import plan_stages
 from paceline.target.spec import Target, TargetReference
 
@@ -141,10 +140,8 @@ def without_start(name: str, options: Any, result: dict[str, Any]) -> dict[str, 
     if name == "extract":
         return {"work_s": result["timing"]["capture_s"], "tokens": result["timing"]["tokens"]}
     if name == "train":
-        # The first steps compile.
-        log = read_log(Path(options.out)).train
-        seconds = [record["step_s"] for record in log[len(log) // 4 :]]
-        return {"work_s": fmean(seconds) * result["steps"], "steps": result["steps"]}
+        steps = result["steps"]
+        return {"work_s": seconds_per_step(Path(options.out)) * steps, "steps": steps}
     return {}
 
 

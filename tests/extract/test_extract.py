@@ -32,7 +32,7 @@ from ..targets import WRAPPED, model_class, save_target
 
 # `paceline.extract.run` is the stage's function; this is the module that holds it.
 extract_run = importlib.import_module("paceline.extract.run")
-extract_probe = importlib.import_module("paceline.extract.probe")
+extract_reference = importlib.import_module("paceline.extract.reference")
 extract_quarantine = importlib.import_module("paceline.extract.quarantine")
 extract_start = importlib.import_module("paceline.extract.start")
 
@@ -243,7 +243,7 @@ def test_the_probe_stops_an_engine_that_is_wrong(tmp_path, monkeypatch, fault, m
 
 def test_a_target_that_does_not_fit_is_compared_with_its_first_layers(tmp_path, monkeypatch):
     data = str(prepared(tmp_path, num_rows=8))
-    monkeypatch.setattr(extract_probe, "free_host_bytes", lambda: 10_000)
+    monkeypatch.setattr(extract_reference, "free_host_bytes", lambda: 10_000)
     # All of the plan's layers lie beyond the copy: where the copy ends is captured besides.
     common = {"data": data, "layers": [5, 6, 7], "dtype": "float32"}
     result = paceline.extract(out=str(tmp_path / "cut"), **common)

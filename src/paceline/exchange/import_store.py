@@ -18,8 +18,7 @@ from paceline.errors import DataError, FingerprintMismatch, UsageError
 from paceline.exchange.columns import Said, columns_of, said_of
 from paceline.exchange.naming import DatasetNames, OwnNames, SkippedSample
 from paceline.extract.guards import Guards, unusable
-from paceline.extract.probe import choose_reference_layers
-from paceline.extract.reference import compare_with_plain_forward
+from paceline.extract.reference import choose_reference_layers, compare_with_plain_forward
 from paceline.extract.sink import QUARANTINE_PATTERN, append_line, read_lines
 from paceline.progress import progress_bar
 from paceline.recipe import ImportStoreOptions

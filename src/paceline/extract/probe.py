@@ -5,7 +5,6 @@ the engine against a plain transformers forward (an engine can agree with itself
 wrong target). Legend: R rows, A layers, D width.
 """
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,23 +16,17 @@ import torch
 
 from paceline.artefact import open_stage
 from paceline.contracts import TokenSample
-from paceline.device import free_host_bytes
 from paceline.errors import ProbeFailure
 from paceline.extract.engine import Engine
 from paceline.extract.guards import Guards, past_first_token, row_rms
-from paceline.extract.reference import MEMORY_SHARE, compare_with_plain_forward
+from paceline.extract.reference import compare_with_plain_forward
 from paceline.extract.sink import QUARANTINE_PATTERN, Destination, read_lines
 from paceline.store import Store, StoreSpec, published_ids
-from paceline.target.model import TeacherHead, num_parameters
+from paceline.target.model import TeacherHead
 from paceline.target.spec import Target
-
-logger = logging.getLogger(__name__)
 
 MIN_GREEDY_ROWS = 64
 _MAX_PROMPT_TOKENS = 256
-# Decoder layers of the plain forward where all of them would not fit into memory.
-_FEW_LAYERS = 4
-
 # A logit may be this many units in the last place below the largest. In half precision the greedy
 # pass and the captured one run in other shapes, so a few close calls may fall the other way.
 _GREEDY_ULPS = 2.0
@@ -109,26 +102,6 @@ def choose_prompts(samples: Sequence[TokenSample], count: int) -> list[np.ndarra
         first = int(np.flatnonzero(sample.loss_mask)[0])
         prompts.append(sample.input_ids[: min(max(first, 1), _MAX_PROMPT_TOKENS)])
     return prompts
-
-
-def choose_reference_layers(target: Target, dtype: str, wanted: int | None) -> int:
-    """Decoder layers of the plain forward: `wanted`, else all of them where they fit into this
-    machine's free memory, else the first few: a dense layer and, where it has them, MoE layers."""
-    if wanted is not None:
-        return min(wanted, target.num_layers)
-    free = free_host_bytes()
-    needed = num_parameters(target) * getattr(torch, dtype).itemsize
-    if free is None or needed <= MEMORY_SHARE * free:
-        return target.num_layers
-    few = min(_FEW_LAYERS, target.num_layers)
-    logger.warning(
-        "the target's %.0f GB of weights do not fit into the %.0f GB of free memory: the probe "
-        "compares with a plain forward of its first %d layers",
-        needed / 1e9,
-        free / 1e9,
-        few,
-    )
-    return few
 
 
 def _probe_sample(number: int, prompt: np.ndarray, answer: Sequence[int]) -> TokenSample:

@@ -18,13 +18,15 @@ from paceline.contracts import TokenSample
 from paceline.device import free_host_bytes
 from paceline.errors import ProbeFailure
 from paceline.store import StoreSpec
-from paceline.target.model import final_norm_of, load_model
+from paceline.target.model import final_norm_of, load_model, num_parameters
 from paceline.target.spec import Target
 
 logger = logging.getLogger(__name__)
 
-# Of free memory that the plain forward's weights may take.
-MEMORY_SHARE = 0.8
+# Of free memory that the plain forward's weights may take, and the layers that it runs where they
+# would take more.
+_MEMORY_SHARE = 0.8
+_FEW_LAYERS = 4
 
 
 class Errors(NamedTuple):
@@ -55,6 +57,25 @@ class States(Protocol):
 
     aux: torch.Tensor
     last: torch.Tensor
+
+
+def choose_reference_layers(target: Target, dtype: str, wanted: int | None) -> int:
+    """Decoder layers of the plain forward: `wanted`, else all of them where they fit into this
+    machine's free memory, else the first few: a dense layer and, where it has them, MoE layers."""
+    if wanted is not None:
+        return min(wanted, target.num_layers)
+    needed, free = num_parameters(target) * getattr(torch, dtype).itemsize, free_host_bytes()
+    if _fits(needed, free):
+        return target.num_layers
+    few = min(_FEW_LAYERS, target.num_layers)
+    logger.warning(
+        "the target's %.0f GB of weights do not fit into the %.0f GB of free memory: the probe "
+        "compares with a plain forward of its first %d layers",
+        needed / 1e9,
+        free / 1e9,
+        few,
+    )
+    return few
 
 
 @torch.inference_mode()
@@ -126,13 +147,17 @@ class _PlainForward:
     def widen(self) -> bool:
         """Compute in the next wider dtype from now on; False where memory does not allow it, or
         quantised weights have none."""
-        wide, free = _WIDER[self._spec.dtype], free_host_bytes()
+        wide = _WIDER[self._spec.dtype]
         needed = wide.itemsize * sum(weight.numel() for weight in self._model.parameters())
-        fits = free is None or needed <= MEMORY_SHARE * free
-        if not fits or getattr(self._model, "is_quantized", False):
+        is_quantised = getattr(self._model, "is_quantized", False)
+        if is_quantised or not _fits(needed, free_host_bytes()):
             return False
         self._model.to(wide)
         return True
+
+
+def _fits(num_bytes: int, free: int | None) -> bool:
+    return free is None or num_bytes <= _MEMORY_SHARE * free
 
 
 def _by_layer(spec: StoreSpec, states: States) -> dict[int, torch.Tensor]:

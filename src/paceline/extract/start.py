@@ -18,7 +18,8 @@ from paceline.artefact import differences, write_json
 from paceline.contracts import TokenSample
 from paceline.errors import ProbeFailure
 from paceline.extract.engine import Engine
-from paceline.extract.probe import ProbeResult, choose_prompts, choose_reference_layers, run_probe
+from paceline.extract.probe import ProbeResult, choose_prompts, run_probe
+from paceline.extract.reference import choose_reference_layers
 from paceline.recipe import ExtractOptions
 from paceline.store import StoreSpec
 from paceline.target.spec import Target

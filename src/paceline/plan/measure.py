@@ -61,7 +61,7 @@ def measure(options: PlanOptions, planned: dict[str, StageOptions], data: DataSa
             trackers=[],
             follow=False,
         )
-        per_step = _seconds_per_step(folder / "train")
+        per_step = seconds_per_step(folder / "train")
         timing = extracted["timing"]
         return Measured(
             prepare_start_s=prepare_s,
@@ -133,7 +133,8 @@ def _spread(
     return [sample for batch in chosen for sample in batch]
 
 
-def _seconds_per_step(folder: Path) -> float:
+def seconds_per_step(folder: Path) -> float:
+    """Of a training that logs every step, its first steps apart, which compile."""
     log = read_log(folder).train
     first = log[int(len(log) * _WARMING_SHARE)]
     return (log[-1]["elapsed_s"] - first["elapsed_s"]) / (log[-1]["step"] - first["step"])

@@ -48,7 +48,6 @@ class Session:
     def __post_init__(self) -> None:
         self.next_step = self._saved = self.start
         self._began = time.perf_counter()
-        self._pace = Pace()
 
     def run(self) -> None:
         """Train to the end. A stream whose other side is lost leaves a checkpoint, a step that is
@@ -67,7 +66,7 @@ class Session:
 
     def _run(self) -> None:
         total, ranks = self.trainer.total_steps, self.trainer.ranks
-        self._pace.restart()
+        self._pace = Pace()
         try:
             with progress_bar("train", total - self.start, "step", ranks.is_first) as bar:
                 for step, record in self.trainer.run(self.start):
