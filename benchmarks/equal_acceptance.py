@@ -6,8 +6,9 @@ trained by speculators 0.9.0's EAGLE-3 model, on the same features of SmolLM2-13
 needs the peer's wheels on the path (as benchmarks/train_cpu.py installs them). FOLDER of `--data`:
 see sweep.py, whose features are used where they are there. In one process, step by step, the same
 samples in the same order go to three drafts of one shape (one layer, an RMSNorm on each auxiliary
-state, one draft vocabulary) with one optimiser (`--optimiser`; on float32 weights, clipped, one
-schedule; the peer's own trainer takes Muon unless told otherwise, as our recipe does):
+state, one draft vocabulary) with one optimiser (our recipe's at its rate: Muon, which the peer's
+own trainer takes too; `--set train.optimiser=adamw train.learning_rate=2e-3` for another), on
+float32 weights, clipped, one schedule:
 
     speculators    its own starting values, head frozen (it trains none)
     same_start     paceline from those very values, head frozen
@@ -40,7 +41,6 @@ from paceline.store import PackedReader, Store
 from paceline.store.packing import iterate_packed
 from paceline.target.spec import Target, TargetReference
 from paceline.train.balance import RankShare
-from paceline.train.optimiser import OPTIMISERS
 from paceline.train.run import AUX_RMS_SAMPLES, aux_rms
 from paceline.train.schedule import learning_rate
 from paceline.train.source import plan_of
@@ -93,9 +93,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=8192, help="most tokens in a step")
     parser.add_argument("--ttt", type=int, default=5)
-    parser.add_argument("--optimiser", choices=OPTIMISERS, default="muon")
-    parser.add_argument("--rate", type=float, default=4e-3)
-    parser.add_argument("--temperature", type=float, default=0.5, help="taught to `recipe`")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--seconds", type=float, default=380.0, help="for the features")
     return parser.parse_args()
@@ -105,12 +102,14 @@ def make_setup(options: argparse.Namespace, stages: dict[str, Any], store: Store
     target = Target(TargetReference(**store.manifest.result["target"]))
     vocabulary = load_vocabulary(stages["align"]["out"])
     device = choose_device("auto")
+    recipe = stages["train"]
     train = build(
         TrainOptions,
         {
+            "optimiser": recipe["optimiser"],
+            "learning_rate": recipe["learning_rate"],
+            "teacher_temperature": recipe["teacher_temperature"],
             "ttt_steps": options.ttt,
-            "optimiser": options.optimiser,
-            "learning_rate": options.rate,
             "logit_chunk": options.tokens,
             "micro_batch_tokens": options.tokens,
         },
@@ -142,7 +141,7 @@ def train_all(
     trainers = [
         peer,
         OwnTrainer("same_start", setup, start),
-        OwnTrainer("recipe", setup, own, options.temperature),
+        OwnTrainer("recipe", setup, own, setup.options.teacher_temperature),
     ]
     groups = [
         group

@@ -37,11 +37,11 @@ from train_peers import specforge_step, speculators_step
 from paceline.device import product_flops
 from paceline.train.flops import needed_flops
 
-PEERS = {"speculators": speculators_step, "SpecForge": specforge_step}
+# With what each does to the draft's head.
+PEERS = {"speculators": (speculators_step, "frozen"), "SpecForge": (specforge_step, "trained")}
 ROUND_STEPS = 8
 TOKENS = 8192
 EQUAL, LONG = [1024] * 8, 32768
-LENGTHS = ["equal", "log_normal", "long"]
 DEVICE, DTYPE = "cuda", torch.bfloat16
 
 
@@ -148,12 +148,12 @@ def equal_documents(steps: int, rounds: int, peers: Sequence[str]) -> dict:
         warmed(lambda: paceline(steps, 0.5, True, [EQUAL], masters=True)),
         warmed(lambda: paceline(steps, 1.0, False, [EQUAL])),
         warmed(lambda: paceline(steps, 1.0, True, [EQUAL])),
-        *(warmed(lambda name=name: peer(name, PEERS[name], steps, [EQUAL])) for name in peers),
+        *(warmed(lambda name=name: peer(name, PEERS[name][0], steps, [EQUAL])) for name in peers),
     ]
     rows = compare(trainers, rounds, rate)
     half, whole = "paceline, 50% supervised, head ", "paceline, 100% supervised, head "
     pairs = {
-        f"{share}_vs_{name}": (ours + ("frozen" if name == "speculators" else "trained"), name)
+        f"{share}_vs_{name.lower()}": (ours + PEERS[name][1], name)
         for name in peers
         for share, ours in (("half", half), ("all", whole))
     }
@@ -183,6 +183,9 @@ def one_document(steps: int, rounds: int) -> dict:
     return {"ttt": steps, "rows": compare([trainer], rounds, rate, LONG)}
 
 
+MEASUREMENTS = {"equal": equal_documents, "log_normal": real_lengths, "long": one_document}
+
+
 def show(title: str, measured: dict) -> None:
     print(title, file=sys.stderr)
     for row in measured["rows"]:
@@ -201,12 +204,11 @@ def main() -> None:
     parser.add_argument("--ttt", type=int, nargs="+", default=[3, 7])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="of `equal`")
-    parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=LENGTHS)
+    parser.add_argument("--lengths", nargs="+", choices=MEASUREMENTS, default=list(MEASUREMENTS))
     args = parser.parse_args()
     results = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     results |= {name: [] for name in args.lengths}
-    equal = partial(equal_documents, peers=args.peers)
-    measurements = dict(zip(LENGTHS, (equal, real_lengths, one_document), strict=True))
+    measurements = MEASUREMENTS | {"equal": partial(equal_documents, peers=args.peers)}
     for steps, name in product(args.ttt, args.lengths):
         measured = measurements[name](steps, args.rounds)
         torch.compiler.reset()
