@@ -99,6 +99,18 @@ def test_fp8_is_the_slow_way(dtype: str) -> None:
             assert gap <= 1e-6 * abs(exact / of_row)
 
 
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+@pytest.mark.parametrize("row_shape", [(3, 512), (512,)], ids=["aux", "last"])
+def test_a_long_sample_is_its_rows(codec: str, row_shape: tuple[int, ...]) -> None:
+    """Longer than what is encoded at a time: row by row the same bytes."""
+    made = codec_of(make_spec(codec, "bfloat16", 512))
+    width = math.prod(row_shape)
+    states = real_like(2**20 // width + 5, width, torch.bfloat16).view(-1, *row_shape)
+    whole, rows = made.encode(states), [made.encode(row[None]) for row in states]
+    for part, single in zip(whole, zip(*rows, strict=True), strict=True):
+        assert same_bytes(part, torch.cat(single))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [1.0, 0.0078125, 3.140625, 196.0])
 def test_every_code_decodes_to_its_value(dtype: str, scale: float) -> None:

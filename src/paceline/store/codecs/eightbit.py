@@ -16,6 +16,9 @@ from paceline.store.codecs.base import Part
 
 _WIDEST_GROUP = 128
 _NARROWEST_GROUP = 32
+# Encoded at a time. On a CPU what stands between stays in a core's cache (four to five times as
+# fast as whole samples at a width of 4,096); on a GPU it takes no room beside a large target.
+_CPU_PIECE, _GPU_PIECE = 1 << 20, 1 << 24
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,25 @@ class EightBitCodec:
         return (Part("", self.code.dtype, row_shape), Part(".scale", torch.bfloat16, groups))
 
     def encode(self, states: torch.Tensor) -> list[torch.Tensor]:
+        encoded = [
+            torch.empty((len(states), *part.row_shape), dtype=part.dtype)
+            for part in self.parts(tuple(states.shape[1:]))
+        ]
+        num_values = _GPU_PIECE if states.is_cuda else _CPU_PIECE
+        num_rows = max(1, num_values // states.shape[1:].numel())
+        pieces = (states, *encoded)
+        for piece, *places in zip(*(whole.split(num_rows) for whole in pieces), strict=True):
+            for place, part in zip(places, self._encode(piece), strict=True):
+                place.copy_(part)
+        return encoded
+
+    def _encode(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         grouped = states.float().unflatten(-1, (-1, self.group_width))
         largest = grouped.abs().amax(-1, keepdim=True)
         if not bool(torch.isfinite(largest).all()):
             raise StoreError(f"codec {self.code.name} cannot hold states that are not finite")
-        scale = _round_up_to_bfloat16(largest / self.code.top)
+        # By a tensor: CUDA multiplies by the reciprocal of a plain number, which gives other bits.
+        scale = _round_up_to_bfloat16(largest / largest.new_full((), self.code.top))
         # A group of zeros has scale 0; its codes must be zeros, not 0 / 0.
         codes = grouped / scale.where(scale > 0, 1.0)
         if self.code.dtype == torch.int8:
@@ -59,7 +76,7 @@ class EightBitCodec:
         codes = codes.clamp_(-self.code.top, self.code.top).to(self.code.dtype)
         if self.dtype == torch.float16:
             _stay_finite(codes, scale)
-        return [codes.flatten(-2).cpu().contiguous(), scale[..., 0].bfloat16().cpu().contiguous()]
+        return codes.flatten(-2), scale[..., 0].bfloat16()
 
     def decode(
         self,
