@@ -19,6 +19,10 @@ class RowNorms:
     aux: torch.Tensor
     last: torch.Tensor
 
+    def cpu(self) -> "RowNorms":
+        """The same on the CPU: many looks at them are then one wait for a GPU."""
+        return RowNorms(self.aux.cpu(), self.last.cpu())
+
 
 @dataclass(frozen=True)
 class Guards:

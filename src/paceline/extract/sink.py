@@ -37,14 +37,14 @@ class Sink:
         last: torch.Tensor,
         norms: RowNorms | None = None,
     ) -> None:
-        """aux [>= num_aux_rows, A, D], last [M, D]. A sample that fails a guard is rejected; one
-        that an earlier run has done is left as it is.
+        """aux [>= num_aux_rows, A, D], last [M, D], on any device. A sample that fails a guard is
+        rejected; one that an earlier run has done is left as it is.
 
         norms: of these rows, where the engine has computed them beside the states.
         """
         if sample.sample_id in self._done:
             return
-        norms = norms or row_norms(aux[: sample.num_aux_rows], last)
+        norms = norms or row_norms(aux[: sample.num_aux_rows], last).cpu()
         fault = self._guards.fault(sample, aux, last, norms)
         if fault:
             self.reject(sample, fault)

@@ -5,7 +5,9 @@ so no real row can see a padding row, and none of those is kept.
 """
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import transformers
 from paceline.contracts import LayerPlan, TokenSample
 from paceline.device import choose_device
 from paceline.extract.engine import EngineInfo
-from paceline.extract.sink import Destination
+from paceline.extract.sink import Destination, Sink
 from paceline.recipe import ExtractOptions
 from paceline.target.model import decoder_of, load_model
 from paceline.target.spec import Target
@@ -26,11 +28,22 @@ from paceline.target.tap import LayerTap
 _BUCKET_WINDOW = 1024
 
 
+@dataclass(frozen=True)
+class _Run:
+    """A batch and its states [B, L, D] by k. done: on a GPU, when they are there."""
+
+    batch: list[TokenSample]
+    states: Mapping[int, torch.Tensor]
+    done: torch.cuda.Event | None
+
+
 class TransformersEngine:
     """See `engine.Engine`. The model stays on one device."""
 
     def __init__(self, options: ExtractOptions, target: Target, dtype: str) -> None:
         self._device = choose_device(options.device)
+        on_gpu = self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if on_gpu else None
         self._num_layers = target.num_layers
         self._max_batch_tokens = options.max_batch_tokens
         self.model = load_model(target, getattr(torch, dtype), self._device)
@@ -52,27 +65,54 @@ class TransformersEngine:
         tap = LayerTap(self.model, plan, self._num_layers)
         try:
             with destination.open() as sink:
-                # Of all samples, also those that are done: a run that goes on makes the same
-                # batches, and so rounds as one that was never stopped.
-                for batch in length_buckets(samples, self._max_batch_tokens):
-                    missing = list(destination.missing(batch))
-                    if not missing:
-                        continue
-                    self._forward(batch)
-                    for i, sample in enumerate(batch):
-                        sink.add(sample, *_rows_of(sample, i, tap.states, plan))
-                    on_tokens(sum(map(num_needed_tokens, missing)))
+                runs = self._runs(samples, destination, tap)
+                for run in _one_behind(runs) if self._stream else runs:
+                    self._store(run, plan, sink)
+                    on_tokens(sum(map(num_needed_tokens, destination.missing(run.batch))))
         finally:
             tap.close()
+
+    def _runs(
+        self, samples: Iterable[TokenSample], destination: Destination, tap: LayerTap
+    ) -> Iterator[_Run]:
+        # Batches of all samples, also those that are done: a run that goes on makes the same
+        # batches, and so rounds as one that was never stopped.
+        for batch in length_buckets(samples, self._max_batch_tokens):
+            if any(destination.missing(batch)):
+                self._forward(batch)
+                yield _Run(batch, dict(tap.states), self._event())
+                tap.states.clear()
 
     @torch.inference_mode()
     def _forward(self, batch: list[TokenSample]) -> None:
         longest = max(map(num_needed_tokens, batch))
-        ids = torch.zeros(len(batch), longest, dtype=torch.int64)
+        # From pinned memory nothing waits for the forward pass before.
+        pinned = self._stream is not None
+        ids = torch.zeros(len(batch), longest, dtype=torch.int64, pin_memory=pinned)
         for row, sample in zip(ids, batch, strict=True):
             needed = num_needed_tokens(sample)
             row[:needed] = torch.from_numpy(sample.input_ids[:needed].astype(np.int64))
-        self._decoder(input_ids=ids.to(self._device), use_cache=False)
+        self._decoder(input_ids=ids.to(self._device, non_blocking=pinned), use_cache=False)
+
+    def _event(self) -> torch.cuda.Event | None:
+        return torch.cuda.current_stream(self._device).record_event() if self._stream else None
+
+    def _store(self, run: _Run, plan: LayerPlan, sink: Sink) -> None:
+        with self._beside(run):
+            for i, sample in enumerate(run.batch):
+                sink.add(sample, *_rows_of(sample, i, run.states, plan))
+
+    @contextmanager
+    def _beside(self, run: _Run) -> Iterator[None]:
+        """On a GPU: what follows runs beside the next forward pass."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_event(run.done)
+        with torch.cuda.stream(self._stream):
+            yield
+        # The states' memory goes back to the stream that made them: none may still be read.
+        self._stream.synchronize()
 
     @torch.inference_mode()
     def greedy(self, prompts: Sequence[np.ndarray], num_tokens: int) -> list[list[int]]:
@@ -121,12 +161,22 @@ def length_buckets(
         yield from batches
 
 
+def _one_behind(runs: Iterable[_Run]) -> Iterator[_Run]:
+    """The same, each when the one after it has begun."""
+    waiting: list[_Run] = []
+    for run in runs:
+        waiting.append(run)
+        if len(waiting) > 1:
+            yield waiting.pop(0)
+    yield from waiting
+
+
 def _rows_of(
-    sample: TokenSample, index: int, states: dict[int, torch.Tensor], plan: LayerPlan
+    sample: TokenSample, index: int, states: Mapping[int, torch.Tensor], plan: LayerPlan
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A sample's aux [R, A, D] and last [M, D] on the CPU, out of a batch's states."""
+    """A sample's aux [R, A, D] and last [M, D] out of a batch's states, on their device: norms and
+    8-bit codes are made there, and codes are half of the bytes to move."""
     rows = sample.num_aux_rows
     aux = torch.stack([states[k][index, :rows] for k in plan.aux], 1)
     supervised = torch.from_numpy(np.flatnonzero(sample.loss_mask))
-    last = states[plan.last][index][supervised.to(aux.device)]
-    return aux.cpu(), last.cpu()
+    return aux, states[plan.last][index][supervised.to(aux.device)]

@@ -19,7 +19,7 @@ from paceline.train.length import RunLength
 TRAIN_SHARE, GENERATE_SHARE = 0.5, 0.1
 # Of extraction on GPUs, by engine: seen with 8 billion weights on an H200 (benchmarks/RESULTS.md).
 _CPU_EXTRACT_SHARE = 0.5
-_GPU_EXTRACT_SHARES = {"vllm": 0.75, "transformers": 0.2}
+_GPU_EXTRACT_SHARES = {"vllm": 0.75, "transformers": 0.3}
 # A forward pass is a third of a training step; so is a chain of as many steps.
 _FORWARD_SHARE = 1 / 3
 # A look at held-out data is a forward pass for the loss and about another one for the walk.
