@@ -47,12 +47,12 @@ def test_the_layers_are_the_targets_last_ones(line, tmp_path, num_layers):
         torch.testing.assert_close(ratio, torch.full_like(ratio, ratio[0, 0].item()))
 
 
-def started(folder, **options):
+def started(folder, aux_rms=(1.0, 1.0, 1.0), **options):
     """The draft as it starts from a target in `folder`, and the target's tensors."""
     target = Target(TargetReference(str(folder)))
     config = draft_config(DraftOptions(**options), target.text_config, (2, 4, 5), 260)
     vocabulary = DraftVocabulary.from_selected(np.arange(260), target.vocab_size)
-    draft = new_draft(config, vocabulary, target, torch.ones(3), 0, True, False)
+    draft = new_draft(config, vocabulary, target, torch.tensor(aux_rms), 0, True, False)
     return draft, load_file(folder / "model.safetensors")
 
 
@@ -78,30 +78,61 @@ def test_gains_are_what_the_targets_norms_do_and_not_what_they_store(tmp_path, f
         torch.testing.assert_close(ours.weight, 1 + theirs[name], rtol=0, atol=1e-4)
 
 
-def test_a_norm_that_takes_off_the_mean_keeps_its_gain(tmp_path):
-    save_model(tmp_path, "cohere")
+def test_norms_that_take_off_the_mean_and_have_a_bias_keep_their_gain(tmp_path, monkeypatch):
+    monkeypatch.setitem(FAMILIES, "stablelm", {})
+    save_model(tmp_path, "stablelm")
     draft, theirs = started(tmp_path)
-    torch.testing.assert_close(draft.norm.weight, theirs["model.norm.weight"], rtol=1e-4, atol=0)
+    for ours, name in (
+        (draft.norm, "model.norm.weight"),
+        (draft.layers[0].hidden_norm, f"{LAST}input_layernorm.weight"),
+    ):
+        torch.testing.assert_close(ours.weight, theirs[name], rtol=1e-4, atol=0)
+
+
+def is_random_but_the_head(draft, theirs):
+    """What a start from random values is, the head's rows apart: small weights, gains of one."""
+    head = theirs.get("lm_head.weight", theirs["model.embed_tokens.weight"])
+    assert torch.equal(draft.lm_head.weight, head[:260])
+    for name, weight in draft.named_parameters():
+        if name in ("lm_head.weight", "embed_tokens.weight"):
+            continue
+        if weight.ndim > 1:
+            assert 0.015 < float(weight.detach().std()) < 0.025, name
+        else:
+            assert torch.equal(weight, torch.ones_like(weight)), name
+    return True
 
 
 def test_layers_without_a_norm_in_front_are_no_start(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(FAMILIES, "olmo2", {})
     save_model(tmp_path, "olmo2")
-    draft, _ = started(tmp_path)
+    draft, theirs = started(tmp_path)
     assert "the target's layers have another form" in caplog.text
-    assert torch.equal(draft.layers[0].hidden_norm.weight, torch.ones(32))
-    assert draft.layers[0].self_attn.q_proj.weight[:, :32].abs().sum() > 0
+    assert is_random_but_the_head(draft, theirs)
 
 
 def test_codes_of_a_quantised_weight_are_no_start(tmp_path, caplog):
     save_model(tmp_path, "llama")
     tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"] += 1
     name = f"{LAST}self_attn.q_proj.weight"
     tensors[name] = tensors[name].to(torch.float8_e4m3fn)
     save_file(tensors, tmp_path / "model.safetensors")
-    draft, _ = started(tmp_path)
+    # Of two layers the one before could be taken.
+    draft, theirs = started(tmp_path, num_layers=2)
     assert "the target's layers have another form" in caplog.text
-    assert draft.layers[0].self_attn.q_proj.weight[:, :32].abs().sum() > 0
+    assert is_random_but_the_head(draft, theirs)
+
+
+def test_random_weights_meet_states_of_unit_scale(tmp_path):
+    save_model(tmp_path, "deepseek_v3")
+    normed, _ = started(tmp_path)
+    plain, _ = started(tmp_path, (0.5, 4.0, 64.0), aux_norm="none")
+    for k, rms in enumerate((0.5, 4.0, 64.0)):
+        columns = slice(32 * k, 32 * (k + 1))
+        torch.testing.assert_close(
+            plain.fc.weight[:, columns] * rms, normed.fc.weight[:, columns], rtol=1e-6, atol=0
+        )
 
 
 @pytest.mark.parametrize("init", ["target", "random"])

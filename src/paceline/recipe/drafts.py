@@ -46,7 +46,9 @@ class DraftOptions(Options):
     )
     norm_output: bool = opt(False, "Feed the normed state to the next step (EAGLE-3.1).")
     init: Literal["target", "random"] = opt(
-        "target", "Starting values: the target's last layers and head rows, or random."
+        "target",
+        "Starting values. target: its last layers, final norm and head rows, best for short runs; "
+        "random: small random weights, gains of one, with Muon best for long ones.",
     )
 
 

@@ -1,10 +1,12 @@
 """Starting values of a draft: from the target's own last layers and head, or random.
 
 A draft that starts as "the target's last layers on the deepest auxiliary state" knows the target's
-directions from the first step on; with little time this matters more than the learning rate.
+directions from the first step on; with little time this matters more than the learning rate. With
+millions of rows small random weights and gains of one end as well or better (docs/train.md).
 """
 
 import logging
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -48,9 +50,10 @@ def new_draft(
 ) -> Draft:
     """A draft in float32 with its vocabulary and the target's embedding.
 
-    aux_rms: float32 [A], the typical RMS of each auxiliary state. from_target: see module.
-    head_from_target: the head is to be the target's, whatever the rest starts from. Raises
-    TrainingError where the draft's width is not the target's then.
+    aux_rms: float32 [A], the typical RMS of each auxiliary state. from_target: see module; where
+    the target's layers have another form, its head's rows alone are taken. head_from_target: the
+    head is to be the target's, whatever the rest starts from. Raises TrainingError where the
+    draft's width is not the target's then.
     """
     if head_from_target and not config.shares_embedding:
         raise TrainingError(
@@ -62,6 +65,9 @@ def new_draft(
     for name, weight in draft.named_parameters():
         if weight.ndim > 1 and name != "embed_tokens.weight":
             nn.init.normal_(weight, std=_RANDOM_STD, generator=generator)
+    if config.aux_norm == "none":
+        # Random weights meet states of unit scale all the same.
+        draft.fc.weight.data /= aux_rms.repeat_interleave(config.target_hidden_size)
     draft.d2t.copy_(torch.from_numpy(vocabulary.d2t))
     draft.t2d.copy_(torch.from_numpy(vocabulary.t2d))
     if config.shares_embedding:
@@ -75,39 +81,56 @@ def new_draft(
         logger.warning("train: the draft's width is not the target's; it starts from random values")
         return draft
     if from_target or head_from_target:
-        _copy_head(draft, vocabulary, target)
-    if from_target:
-        _start_from_layers(draft, target, aux_rms)
+        rows = torch.from_numpy(vocabulary.selected)
+        head = TeacherHead(target, torch.float32, rows=rows)
+        draft.lm_head.weight.data.copy_(head.weight)
+        if from_target:
+            _start_from_layers(draft, target, aux_rms, head.norm)
     return draft
 
 
 @torch.no_grad()
-def _copy_head(draft: Draft, vocabulary: DraftVocabulary, target: Target) -> None:
-    head = TeacherHead(target, torch.float32, rows=torch.from_numpy(vocabulary.selected))
-    draft.lm_head.weight.copy_(head.weight)
-    draft.norm.weight.copy_(_gain(head.norm))
-
-
-@torch.no_grad()
-def _start_from_layers(draft: Draft, target: Target, aux_rms: torch.Tensor) -> None:
-    config = draft.config
+def _start_from_layers(
+    draft: Draft, target: Target, aux_rms: torch.Tensor, norm: nn.Module
+) -> None:
+    """All of the start but the head's rows, or none of it: behind random layers the gain of the
+    target's norm makes the first logits large and wrong, and `fc` as it is here holds such a draft
+    back (docs/train.md has what each costs)."""
+    config, scale = draft.config, float(aux_rms[-1])
+    first = max(target.num_layers - config.num_layers, 0)
+    bare = bare_layers(target)
+    copies: list[_Copy] = []
+    for number, layer in zip(range(first, target.num_layers), draft.layers, strict=False):
+        found = _copies(layer, target.layer_tensors(number), bare[number], scale)
+        if not found:
+            logger.warning("train: the target's layers have another form; the draft's are random")
+            return
+        copies += found
+    for copy in copies:
+        copy.weight.zero_()
+        copy.part.copy_(copy.value)
     # fc passes the deepest auxiliary state through, at unit scale.
     width = config.hidden_size
     draft.fc.weight.zero_()
     draft.fc.weight[:, -width:].copy_(torch.eye(width))
-    scale = float(aux_rms[-1])
     if config.aux_norm == "none":
         draft.fc.weight /= scale
-    first = max(target.num_layers - config.num_layers, 0)
-    bare = bare_layers(target)
-    for number, layer in zip(range(first, target.num_layers), draft.layers, strict=False):
-        _copy_layer(layer, target.layer_tensors(number), bare[number], scale)
+    draft.norm.weight.copy_(_gain(norm))
 
 
-def _copy_layer(
+class _Copy(NamedTuple):
+    """A weight of the draft, the part of it that a tensor of the target fills, and that tensor."""
+
+    weight: nn.Parameter
+    part: torch.Tensor
+    value: torch.Tensor
+
+
+def _copies(
     layer: DraftLayer, theirs: dict[str, torch.Tensor], bare: nn.Module, scale: float
-) -> None:
-    """A layer of the target on the state half of the inputs, zeros on the embedding half.
+) -> list[_Copy]:
+    """A layer of the target on the state half of the inputs, zeros on the embedding half; none
+    where it has another form.
 
     theirs, bare: the target's layer, its tensors and its modules without them. What the layer adds
     to the residual stream is divided by the stream's scale, since the draft's stream starts at unit
@@ -115,20 +138,17 @@ def _copy_layer(
     """
     ours = dict(layer.named_parameters())
     width = layer.input_layernorm.weight.numel()
-    halves = {
-        (name, source): _state_half(name, ours[name], width)
-        for name, source in _sources(layer, theirs).items()
-    }
-    if any(not _is_like(theirs.get(source), half) for (_, source), half in halves.items()):
-        logger.warning("train: the target's layers have another form; the draft's layer is random")
-        return
-    for (name, source), half in halves.items():
+    copies = []
+    for name, source in _sources(layer, theirs).items():
+        part = _state_half(name, ours[name], width)
+        if not _is_like(theirs.get(source), part):
+            return []
         is_norm = source.endswith("norm.weight")
         value = _gain_inside(bare, source, theirs) if is_norm else theirs[source].float()
         if name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
             value = value / scale
-        ours[name].zero_()
-        half.copy_(value)
+        copies.append(_Copy(ours[name], part, value))
+    return copies
 
 
 def _sources(layer: DraftLayer, theirs: dict[str, torch.Tensor]) -> dict[str, str]:
