@@ -5,21 +5,22 @@ trained by speculators 0.9.0's EAGLE-3 model, on the same features of SmolLM2-13
 
 needs the peer's wheels on the path (as benchmarks/train_cpu.py installs them). FOLDER of `--data`:
 see sweep.py, whose features are used where they are there. In one process, step by step, the same
-samples in the same order go to three drafts of one shape (one layer, an RMSNorm on each auxiliary
+samples in the same order go to several drafts of one shape (one layer, an RMSNorm on each auxiliary
 state, one draft vocabulary) with one optimiser (our recipe's at its rate: Muon, which the peer's
 own trainer takes too; `--set train.optimiser=adamw train.learning_rate=2e-3` for another), on
 float32 weights, clipped, one schedule:
 
     speculators    its own starting values, head frozen (it trains none)
     same_start     paceline from those very values, head frozen
-    recipe         paceline from its own starting values, head frozen, taught at the temperature of
-                   our recipe
+    INIT-T         paceline from its own start, `draft.init` INIT, taught at temperature T, head
+                   frozen; `--drafts`, else both starts at our recipe's temperature
 
 Loss: KL on the draft vocabulary, TTT step j weighted 0.8^j. Two differences in what is averaged are
 left as they are: speculators divides step j by its own rows, and at later steps it also teaches
-rows in front of an answer. All three are measured by the same server-free evaluation in float32.
+rows in front of an answer. All are measured by the same server-free evaluation in float32.
 Differences are paceline's minus speculators', with a 95% interval of a paired bootstrap over
-conversations; `lower_bound` is that of `recipe` at K = 5 on all answers, both seeds together.
+conversations; `lower_bound` is that of the first INIT-T at K = 5 on all answers, both seeds
+together.
 """
 
 import argparse
@@ -36,6 +37,7 @@ from sweep import CHAINS, OWN_KIND, common_parser, features, gpus_of, machine_of
 import paceline
 from paceline.device import choose_device, training_dtype
 from paceline.draft.from_target import draft_config
+from paceline.draft.model import Draft
 from paceline.recipe import DraftOptions, TrainOptions, build
 from paceline.store import PackedReader, Store
 from paceline.store.packing import iterate_packed
@@ -61,6 +63,8 @@ def main() -> None:
     say(f"features ready after {time.monotonic() - started:.0f} s")
     store = Store(setting.stages["extract"]["out"])
     setup = make_setup(options, setting.stages, store)
+    at = setup.options.teacher_temperature
+    options.drafts = options.drafts or [f"random-{at}", f"target-{at}"]
     peer = PeerTrainer(setup)
     counts: dict[str, list[dict]] = {}
     for seed in options.seeds:
@@ -79,7 +83,7 @@ def main() -> None:
             )
             counts.setdefault(name, []).append(read_counts(out / "conversations.jsonl"))
     result = {"data": described(store), "settings": setup.options.model_dump(mode="json")}
-    result |= compare(counts, options.seeds)
+    result |= compare(counts, options.seeds, options.drafts[0])
     result["seconds"] = round(time.monotonic() - started, 1)
     (options.out / "equal.json").write_text(json.dumps(result))
     show(result)
@@ -94,6 +98,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=8192, help="most tokens in a step")
     parser.add_argument("--ttt", type=int, default=5)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--drafts", nargs="+", metavar="INIT-T")
     parser.add_argument("--seconds", type=float, default=380.0, help="for the features")
     return parser.parse_args()
 
@@ -133,16 +138,15 @@ def make_setup(options: argparse.Namespace, stages: dict[str, Any], store: Store
 def train_all(
     options: argparse.Namespace, setup: Setup, store: Store, peer: PeerTrainer, seed: int
 ) -> dict[str, Path]:
-    """Train the three drafts side by side. Returns their folders."""
+    """Train the drafts side by side. Returns their folders."""
     folder = options.scratch / f"equal-{seed}"
     peer.restart(seed)
     start = same_start(setup, peer, folder / "start")
-    own = own_start(options, setup, store, seed)
-    trainers = [
-        peer,
-        OwnTrainer("same_start", setup, start),
-        OwnTrainer("recipe", setup, own, setup.options.teacher_temperature),
-    ]
+    trainers = [peer, OwnTrainer("same_start", setup, start)]
+    for name in options.drafts:
+        init, temperature = name.split("-")
+        own = own_start(setup, store, seed, init == "target")
+        trainers.append(OwnTrainer(name, setup, own, float(temperature)))
     groups = [
         group
         for epoch in range(options.epochs)
@@ -172,10 +176,10 @@ def train_all(
     return folders
 
 
-def own_start(options: argparse.Namespace, setup: Setup, store: Store, seed: int) -> Any:
+def own_start(setup: Setup, store: Store, seed: int, from_target: bool) -> Draft:
     plan = plan_of(TrainOptions(seed=seed), store, RankShare())
     scale = aux_rms(store, plan.first_samples(AUX_RMS_SAMPLES))
-    return new_draft(setup.config, setup.vocabulary, setup.target, scale, seed, True, True)
+    return new_draft(setup.config, setup.vocabulary, setup.target, scale, seed, from_target, True)
 
 
 def described(store: Store) -> dict[str, int]:
@@ -196,7 +200,7 @@ def read_counts(path: Path) -> dict[tuple[str, str, int], tuple[int, int]]:
     }
 
 
-def compare(counts: dict[str, list[dict]], seeds: list[int]) -> dict[str, Any]:
+def compare(counts: dict[str, list[dict]], seeds: list[int], judged: str) -> dict[str, Any]:
     """Lengths of all drafts and differences to the peer's, by answers, K and seed."""
     result: dict[str, Any] = {"lengths": {}, "differences": {}}
     for group in GROUPS:
@@ -213,7 +217,7 @@ def compare(counts: dict[str, list[dict]], seeds: list[int]) -> dict[str, Any]:
                     named = dict(zip(map(str, seeds), pairs, strict=True)) | {"pooled": both}
                     found = {seed: difference(*pair) for seed, pair in named.items()}
                     result["differences"][key] = found
-    bar = result["differences"]["recipe, all, K = 5"]["pooled"]
+    bar = result["differences"][f"{judged}, all, K = 5"]["pooled"]
     return result | {"lower_bound": bar["interval"][0]}
 
 
