@@ -14,7 +14,7 @@ demo: $(VENV)/ready
 
 # A test run on each core, so with one thread each.
 test: $(VENV)/ready-test
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses=logical --maxprocesses=8 --dist=worksteal
+	OMP_NUM_THREADS=1 $(BIN)/pytest --timeout=900 --numprocesses=logical --maxprocesses=8 --dist=worksteal
 
 # The store killed at 200 random instants and at every call, its bits flipped, its disk filled.
 torture: $(VENV)/ready-test

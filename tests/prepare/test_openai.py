@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -234,29 +235,50 @@ def test_answers_inside_a_running_loop(
         asyncio.run(cell("c", **openai("http://127.0.0.1:9/v1")))
 
 
+class _InterruptedSubmit(ThreadPoolExecutor):
+    """Ctrl-C comes when the thread has begun its work and nobody waits for it yet."""
+
+    begun: threading.Event
+
+    def submit(self, *args: Any) -> Future:
+        future = super().submit(*args)
+        assert self.begun.wait(60)
+        signal.raise_signal(signal.SIGINT)
+        return future
+
+
+@pytest.mark.parametrize("comes", ["while it waits", "before it waits"])
 def test_an_interrupt_inside_a_running_loop_ends_the_requests(
-    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, comes: str
 ) -> None:
     ended = []
+    begun = threading.Event()
 
-    async def never(*_: Any) -> None:
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    async def long(*_: Any) -> None:
+        if comes == "while it waits":
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        begun.set()
         try:
-            await asyncio.sleep(3600)
-        finally:
-            ended.append(True)
+            await asyncio.sleep(20)
+            ended.append("by itself")
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
 
     async def cell() -> None:
         options = openai("http://127.0.0.1:9/v1", served_model="toy", concurrency=1)
         Generated(tmp_path, target, ROWS[:1], **options)
 
-    monkeypatch.setattr(openai_engine.OpenAIAnswers, "_post", never)
+    monkeypatch.setattr(openai_engine.OpenAIAnswers, "_post", long)
+    if comes == "before it waits":
+        monkeypatch.setattr(_InterruptedSubmit, "begun", begun, raising=False)
+        monkeypatch.setattr(openai_engine, "ThreadPoolExecutor", _InterruptedSubmit)
     # A loop as a notebook's kernel has it: Python's own handler raises KeyboardInterrupt.
     loop = asyncio.new_event_loop()
     with pytest.raises(KeyboardInterrupt):
         loop.run_until_complete(cell())
     loop.close()
-    assert ended == [True]
+    assert ended == ["cancelled"]
 
 
 def test_past_the_end_needs_ids(tmp_path: Path, target: Path, serve: Callable[..., str]) -> None:

@@ -7,8 +7,10 @@
 import asyncio
 import os
 import random
+import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -27,6 +29,7 @@ _TRY_AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}
 _REFUSED = {400, 413, 422}
 _FIRST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 30.0
+_SIGNALS_SEEN_S = 0.2
 
 
 def open_engine(options: GenerateOptions, target: Target) -> "OpenAIAnswers":
@@ -254,19 +257,28 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
     except RuntimeError:
         return asyncio.run(work)
     running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
+    interrupted = threading.Event()
 
     async def told() -> T:
         running.append((asyncio.get_running_loop(), asyncio.current_task()))
+        if interrupted.is_set():
+            raise asyncio.CancelledError
         return await work
 
     with ThreadPoolExecutor(1) as thread:
-        future = thread.submit(asyncio.run, told())
         try:
+            future = thread.submit(asyncio.run, told())
+            # An interrupt that comes just before a thread waits is seen when it stops waiting.
+            while not wait([future], timeout=_SIGNALS_SEEN_S).done:
+                pass
             return future.result()
         except KeyboardInterrupt:
             # Else the interrupt would wait for all answers.
+            interrupted.set()
             for loop, task in running:
-                loop.call_soon_threadsafe(task.cancel)
+                # A loop that has ended meanwhile is closed.
+                with suppress(RuntimeError):
+                    loop.call_soon_threadsafe(task.cancel)
             raise
 
 
