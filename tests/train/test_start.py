@@ -47,12 +47,12 @@ def test_the_layers_are_the_targets_last_ones(line, tmp_path, num_layers):
         torch.testing.assert_close(ratio, torch.full_like(ratio, ratio[0, 0].item()))
 
 
-def started(folder, aux_rms=(1.0, 1.0, 1.0), **options):
+def started(folder, aux_rms=(1.0, 1.0, 1.0), from_target=True, **options):
     """The draft as it starts from a target in `folder`, and the target's tensors."""
     target = Target(TargetReference(str(folder)))
     config = draft_config(DraftOptions(**options), target.text_config, (2, 4, 5), 260)
     vocabulary = DraftVocabulary.from_selected(np.arange(260), target.vocab_size)
-    draft = new_draft(config, vocabulary, target, torch.tensor(aux_rms), 0, True, False)
+    draft = new_draft(config, vocabulary, target, torch.tensor(aux_rms), 0, from_target, False)
     return draft, load_file(folder / "model.safetensors")
 
 
@@ -101,6 +101,11 @@ def is_random_but_the_head(draft, theirs):
         else:
             assert torch.equal(weight, torch.ones_like(weight)), name
     return True
+
+
+def test_a_random_start_has_the_targets_head_rows(tmp_path):
+    save_model(tmp_path, "llama")
+    assert is_random_but_the_head(*started(tmp_path, from_target=False))
 
 
 def test_layers_without_a_norm_in_front_are_no_start(tmp_path, monkeypatch, caplog):

@@ -47,8 +47,9 @@ class DraftOptions(Options):
     norm_output: bool = opt(False, "Feed the normed state to the next step (EAGLE-3.1).")
     init: Literal["target", "random"] = opt(
         "target",
-        "Starting values. target: its last layers, final norm and head rows, best for short runs; "
-        "random: small random weights, gains of one, with Muon best for long ones.",
+        "Starting values beside the target's head rows. target: its last layers and final norm, "
+        "best for short runs; random: small random weights, gains of one, with Muon best for long "
+        "ones.",
     )
 
 

@@ -48,12 +48,12 @@ def new_draft(
     from_target: bool,
     head_from_target: bool,
 ) -> Draft:
-    """A draft in float32 with its vocabulary and the target's embedding.
+    """A draft in float32 with its vocabulary and, where its width is the target's, the target's
+    embedding and head rows.
 
-    aux_rms: float32 [A], the typical RMS of each auxiliary state. from_target: see module; where
-    the target's layers have another form, its head's rows alone are taken. head_from_target: the
-    head is to be the target's, whatever the rest starts from. Raises TrainingError where the
-    draft's width is not the target's then.
+    aux_rms: float32 [A], the typical RMS of each auxiliary state. from_target: the rest is the
+    target's too, where its layers have the draft's form; else it is random. head_from_target: the
+    head has to be the target's. Raises TrainingError where the draft's width is another then.
     """
     if head_from_target and not config.shares_embedding:
         raise TrainingError(
@@ -77,15 +77,15 @@ def new_draft(
         nn.init.normal_(draft.embed_tokens.weight, std=_RANDOM_STD, generator=generator)
     if config.aux_norm == "static":
         draft.aux_norm.scale.copy_(1.0 / aux_rms)
-    if from_target and not config.shares_embedding:
-        logger.warning("train: the draft's width is not the target's; it starts from random values")
-        return draft
-    if from_target or head_from_target:
-        rows = torch.from_numpy(vocabulary.selected)
-        head = TeacherHead(target, torch.float32, rows=rows)
-        draft.lm_head.weight.data.copy_(head.weight)
+    if not config.shares_embedding:
         if from_target:
-            _start_from_layers(draft, target, aux_rms, head.norm)
+            logger.warning("train: the draft's width is not the target's; it starts random")
+        return draft
+    rows = torch.from_numpy(vocabulary.selected)
+    head = TeacherHead(target, torch.float32, rows=rows)
+    draft.lm_head.weight.data.copy_(head.weight)
+    if from_target:
+        _start_from_layers(draft, target, aux_rms, head.norm)
     return draft
 
 
@@ -93,7 +93,7 @@ def new_draft(
 def _start_from_layers(
     draft: Draft, target: Target, aux_rms: torch.Tensor, norm: nn.Module
 ) -> None:
-    """All of the start but the head's rows, or none of it: behind random layers the gain of the
+    """All of the start but the head, or none of it: behind random layers the gain of the
     target's norm makes the first logits large and wrong, and `fc` as it is here holds such a draft
     back (docs/train.md has what each costs)."""
     config, scale = draft.config, float(aux_rms[-1])
