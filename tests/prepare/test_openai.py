@@ -235,6 +235,15 @@ def test_answers_inside_a_running_loop(
         asyncio.run(cell("c", **openai("http://127.0.0.1:9/v1")))
 
 
+@pytest.fixture
+def heeds_interrupts() -> Iterator[None]:
+    """Python's own handler, also where whoever started the tests has SIGINT ignored (as `&` does in
+    a script)."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class _InterruptedSubmit(ThreadPoolExecutor):
     """Ctrl-C comes when the thread has begun its work and nobody waits for it yet."""
 
@@ -247,6 +256,7 @@ class _InterruptedSubmit(ThreadPoolExecutor):
         return future
 
 
+@pytest.mark.usefixtures("heeds_interrupts")
 @pytest.mark.parametrize("comes", ["while it waits", "before it waits"])
 def test_an_interrupt_inside_a_running_loop_ends_the_requests(
     tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, comes: str
@@ -273,7 +283,7 @@ def test_an_interrupt_inside_a_running_loop_ends_the_requests(
     if comes == "before it waits":
         monkeypatch.setattr(_InterruptedSubmit, "begun", begun, raising=False)
         monkeypatch.setattr(openai_engine, "ThreadPoolExecutor", _InterruptedSubmit)
-    # A loop as a notebook's kernel has it: Python's own handler raises KeyboardInterrupt.
+    # A loop as a notebook's kernel has it: no handler of asyncio's own.
     loop = asyncio.new_event_loop()
     with pytest.raises(KeyboardInterrupt):
         loop.run_until_complete(cell())
