@@ -60,32 +60,36 @@ def new_draft(
             f"train_head false keeps the target's head of width {config.target_hidden_size}, the "
             f"draft's hidden_size is {config.hidden_size}: leave one of them out"
         )
-    draft = Draft(config)
-    generator = torch.Generator().manual_seed(seed)
-    for name, weight in draft.named_parameters():
-        if weight.ndim > 1 and name != "embed_tokens.weight":
-            nn.init.normal_(weight, std=_RANDOM_STD, generator=generator)
-    if config.aux_norm == "none":
-        # Random weights meet states of unit scale all the same.
-        draft.fc.weight.data /= aux_rms.repeat_interleave(config.target_hidden_size)
+    draft = _random_draft(config, aux_rms, seed)
     draft.d2t.copy_(torch.from_numpy(vocabulary.d2t))
     draft.t2d.copy_(torch.from_numpy(vocabulary.t2d))
-    if config.shares_embedding:
-        draft.embed_tokens.weight.data = load_embedding(target, torch.float32)
-        draft.embed_tokens.requires_grad_(False)
-    else:
-        nn.init.normal_(draft.embed_tokens.weight, std=_RANDOM_STD, generator=generator)
-    if config.aux_norm == "static":
-        draft.aux_norm.scale.copy_(1.0 / aux_rms)
     if not config.shares_embedding:
         if from_target:
             logger.warning("train: the draft's width is not the target's; it starts random")
         return draft
+    draft.embed_tokens.weight.data = load_embedding(target, torch.float32)
+    draft.embed_tokens.requires_grad_(False)
     rows = torch.from_numpy(vocabulary.selected)
     head = TeacherHead(target, torch.float32, rows=rows)
     draft.lm_head.weight.data.copy_(head.weight)
     if from_target:
         _start_from_layers(draft, target, aux_rms, head.norm)
+    return draft
+
+
+def _random_draft(config: DraftConfig, aux_rms: torch.Tensor, seed: int) -> Draft:
+    """Small random weights, gains of one; auxiliary states meet them at unit scale, normed or not.
+    An embedding that is the target's is left as it is."""
+    draft = Draft(config)
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in draft.named_parameters():
+        is_targets = config.shares_embedding and name == "embed_tokens.weight"
+        if weight.ndim > 1 and not is_targets:
+            nn.init.normal_(weight, std=_RANDOM_STD, generator=generator)
+    if config.aux_norm == "static":
+        draft.aux_norm.scale.copy_(1.0 / aux_rms)
+    elif config.aux_norm == "none":
+        draft.fc.weight.data /= aux_rms.repeat_interleave(config.target_hidden_size)
     return draft
 
 
@@ -138,16 +142,17 @@ def _copies(
     """
     ours = dict(layer.named_parameters())
     width = layer.input_layernorm.weight.numel()
+    sources = _sources(layer, theirs)
+    parts = {name: _state_half(name, ours[name], width) for name in sources}
+    if not all(_is_like(theirs.get(source), parts[name]) for name, source in sources.items()):
+        return []
     copies = []
-    for name, source in _sources(layer, theirs).items():
-        part = _state_half(name, ours[name], width)
-        if not _is_like(theirs.get(source), part):
-            return []
+    for name, source in sources.items():
         is_norm = source.endswith("norm.weight")
         value = _gain_inside(bare, source, theirs) if is_norm else theirs[source].float()
         if name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
             value = value / scale
-        copies.append(_Copy(ours[name], part, value))
+        copies.append(_Copy(ours[name], parts[name], value))
     return copies
 
 
