@@ -69,6 +69,8 @@ class TransformersEngine:
                 for run in _one_behind(runs) if self._stream else runs:
                     self._store(run, plan, sink)
                     on_tokens(sum(map(num_needed_tokens, destination.missing(run.batch))))
+                    # Its states must be gone when the next forward pass makes more.
+                    del run
         finally:
             tap.close()
 
