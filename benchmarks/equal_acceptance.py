@@ -37,7 +37,6 @@ from sweep import CHAINS, OWN_KIND, common_parser, features, gpus_of, machine_of
 import paceline
 from paceline.device import choose_device, training_dtype
 from paceline.draft.from_target import draft_config
-from paceline.draft.model import Draft
 from paceline.recipe import DraftOptions, TrainOptions, build
 from paceline.store import PackedReader, Store
 from paceline.store.packing import iterate_packed
@@ -107,13 +106,11 @@ def make_setup(options: argparse.Namespace, stages: dict[str, Any], store: Store
     target = Target(TargetReference(**store.manifest.result["target"]))
     vocabulary = load_vocabulary(stages["align"]["out"])
     device = choose_device("auto")
-    recipe = stages["train"]
+    recipe = {n: stages["train"][n] for n in ("optimiser", "learning_rate", "teacher_temperature")}
     train = build(
         TrainOptions,
         {
-            "optimiser": recipe["optimiser"],
-            "learning_rate": recipe["learning_rate"],
-            "teacher_temperature": recipe["teacher_temperature"],
+            **recipe,
             "ttt_steps": options.ttt,
             "logit_chunk": options.tokens,
             "micro_batch_tokens": options.tokens,
@@ -143,9 +140,12 @@ def train_all(
     peer.restart(seed)
     start = same_start(setup, peer, folder / "start")
     trainers = [peer, OwnTrainer("same_start", setup, start)]
+    order = plan_of(TrainOptions(seed=seed), store, RankShare())
+    scale = aux_rms(store, order.first_samples(AUX_RMS_SAMPLES))
     for name in options.drafts:
         init, temperature = name.split("-")
-        own = own_start(setup, store, seed, init == "target")
+        given = setup.config, setup.vocabulary, setup.target, scale, seed
+        own = new_draft(*given, from_target=init == "target", head_from_target=True)
         trainers.append(OwnTrainer(name, setup, own, float(temperature)))
     groups = [
         group
@@ -174,12 +174,6 @@ def train_all(
     for trainer in trainers:
         trainer.save(folders[trainer.name])
     return folders
-
-
-def own_start(setup: Setup, store: Store, seed: int, from_target: bool) -> Draft:
-    plan = plan_of(TrainOptions(seed=seed), store, RankShare())
-    scale = aux_rms(store, plan.first_samples(AUX_RMS_SAMPLES))
-    return new_draft(setup.config, setup.vocabulary, setup.target, scale, seed, from_target, True)
 
 
 def described(store: Store) -> dict[str, int]:
