@@ -90,6 +90,9 @@ def steps(rank: int, folder: str, device: str) -> None:
             for name, shares in SHARES.items():
                 found = one_step(ranks, how, shares[rank])
                 save_file(found, Path(folder) / f"{how} {name} {rank}")
+        assert _threads_of_gloo()
+    # One that outlives the group may end the process with an abort.
+    assert not _threads_of_gloo()
 
 
 def train(rank: int, line: str, out: str, faults: dict[str, int], options: dict) -> None:
@@ -106,11 +109,17 @@ def train(rank: int, line: str, out: str, faults: dict[str, int], options: dict)
             checkpoint.whole = _refuse
     _keep_masters(folder, rank)
     trained(Path(line), out, **options)
+    assert not _threads_of_gloo()
 
 
 def follow(rank: int, folder: str, store: str, out: str) -> None:
     """The stage on a store that is being written."""
     train_on_stream(Path(folder), store, out, None, {"parallel": "fsdp2"})
+
+
+def _threads_of_gloo() -> list[str]:
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return [name for name in names if "gloo" in name]
 
 
 def _refuse(*_: Any) -> None:

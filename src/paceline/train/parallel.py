@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -86,7 +85,7 @@ class Shards(Alone):
         self._module = _LossModule(draft)
         fully_shard(
             self._module,
-            mesh=init_device_mesh(ranks.device.type, (ranks.count,)),
+            mesh=ranks.mesh,
             # One group, since the draft is small: gathered once a step, however many micro-batches.
             reshard_after_forward=False,
             mp_policy=MixedPrecisionPolicy(

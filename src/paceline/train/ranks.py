@@ -5,6 +5,7 @@ reaches the others. How weights and gradients are shared is in `parallel`.
 only the first one touches the stage's folder.
 """
 
+import gc
 import logging
 import os
 import sys
@@ -12,10 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from paceline.device import choose_device
@@ -45,6 +48,11 @@ class Ranks:
     @property
     def is_first(self) -> bool:
         return self.number == 0
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """All ranks in a row, for weights that are split between them. All ranks enter."""
+        return init_device_mesh(self.device.type, (self.count,))
 
     def from_first(self, make: Callable[[], T]) -> T:
         """What the first rank makes, on all ranks; the others wait for it. Plain values only."""
@@ -103,9 +111,23 @@ def open_ranks(device: str) -> Iterator[Ranks]:
     _join(own)
     lifeline = Lifeline(number, _connections(number, count), _end_soon)
     with _quiet(number > 0), _telling(lifeline):
-        yield Ranks(own, number, count, lifeline)
+        ranks = Ranks(own, number, count, lifeline)
+        yield ranks
         dist.barrier()
+    _part(ranks)
+
+
+def _part(ranks: Ranks) -> None:
+    """Destroy the process group, and see its threads end.
+
+    A thread of gloo that lets go of its last tensor only when the interpreter is about to end
+    aborts the process (torch 2.13, on a busy machine). They end with the group's last owner, and
+    DTensor's caches own the mesh, which owns the group, for as long as the process runs.
+    """
     dist.destroy_process_group()
+    if "mesh" in vars(ranks):
+        getattr(ranks.mesh, "_pg_registry", {}).clear()  # torch 2.10 has none
+    gc.collect()  # modules that FSDP has wrapped own it too, in cycles
 
 
 @contextmanager
