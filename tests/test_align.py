@@ -96,6 +96,15 @@ def test_counts_that_prepare_did_not_write_are_refused(tmp_path):
         paceline.align(data=str(data), out=str(tmp_path / "vocab"), draft_vocab_size=64)
 
 
+def test_data_that_train_nothing_choose_no_vocabulary(tmp_path):
+    data = str(prepared(tmp_path, heldout_share=1.0))
+    with pytest.raises(VocabularyError, match="no supervised token of split 'train'"):
+        paceline.align(data=data, out=str(tmp_path / "vocab"), draft_vocab_size=64)
+    # The full vocabulary is no choice.
+    paceline.align(data=data, out=str(tmp_path / "full"), draft_vocab_size=320)
+    assert len(load_vocabulary(tmp_path / "full").d2t) == 320
+
+
 def test_a_store_says_the_same_as_its_data(tmp_path):
     store = extracted(tmp_path)
     sizes = {"draft_vocab_size": 64, "out": str(tmp_path / "again")}

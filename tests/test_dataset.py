@@ -1,6 +1,8 @@
 """The token data set on disk: what is written comes back, whole parts only."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +24,7 @@ from paceline.dataset import (
     source_of,
     write_part,
 )
-from paceline.errors import DataError, UsageError
+from paceline.errors import DataError, DiskFullError, PacelineError, StoreError, UsageError
 
 samples = st.builds(
     lambda name, tokens, split, past, finished: TokenSample(
@@ -108,6 +110,32 @@ def test_scraps_of_a_killed_writer_are_no_parts(tmp_path: Path) -> None:
     write_part(tmp_path, 0, [sample("a")])
     (tmp_path / "data" / ".00001.parquet.123.tmp").write_bytes(b"half")
     assert [path.name for path in list_parts(tmp_path)] == ["00000.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "told"),
+    [
+        (errno.ENOSPC, DiskFullError, "no space left"),
+        (errno.EIO, StoreError, "the file system refused"),
+    ],
+)
+def test_a_part_that_cannot_be_written_says_why_and_leaves_no_scrap(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    kind: type[PacelineError],
+    told: str,
+) -> None:
+    write_part(tmp_path, 0, [sample("a")])
+
+    def fails(descriptor: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(PacelineError, match=rf"00001\.parquet: {told}") as caught:
+        write_part(tmp_path, 1, [sample("b")])
+    assert type(caught.value) is kind
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["00000.parquet"]
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "text", "columns"])

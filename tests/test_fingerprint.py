@@ -55,6 +55,17 @@ def test_the_border_between_whole_and_sampled_loses_no_byte(tmp_path):
     assert fingerprint.of_file(path) != before
 
 
+def test_a_whole_file_is_read_however_large(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 1000)
+    whole = fingerprint.of_file(path)
+    for name, value in (("_WHOLE_FILE_BYTES", 100), ("_SAMPLE_BYTES", 8), ("_BLOCK_BYTES", 64)):
+        monkeypatch.setattr(fingerprint, name, value)
+    assert fingerprint.of_whole_file(path) == whole != fingerprint.of_file(path)
+    path.write_bytes(b"x" * 511 + b"y" + b"x" * 488)
+    assert fingerprint.of_whole_file(path) != whole
+
+
 def test_files_by_name_and_content_wherever_they_lie(tmp_path):
     for folder in ("x", "y"):
         (tmp_path / folder).mkdir()

@@ -141,6 +141,11 @@ def _of_store(store: Store, options: AlignOptions) -> Supervised:
 
 def _align(options: AlignOptions, supervised: Supervised) -> tuple[dict[str, Any], DraftVocabulary]:
     counts, end_ids = supervised.counts, supervised.end_of_turn_ids
+    if not counts.any() and options.draft_vocab_size < len(counts):
+        raise VocabularyError(
+            f"{options.data or options.store} has no supervised token of split {TRAIN_SPLIT!r} to "
+            "choose a draft vocabulary by: prepare data that are to be trained on"
+        )
     selection = select_vocabulary(
         counts, options.draft_vocab_size, supervised.num_real_tokens, always=end_ids
     )

@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from paceline.artefact import Manifest, fsync_folder, load_finished
+from paceline.artefact import Manifest, disk_errors, fsync_folder, load_finished
 from paceline.contracts import TokenSample
-from paceline.errors import DataError, DiskFullError
+from paceline.errors import DataError, PacelineError
 
 PARTS_FOLDER = "data"
 _RECORD_KEY = b"paceline"
@@ -58,7 +58,7 @@ def write_part(
     """Write one part aside, fsync, rename. Returns its final path.
 
     `record`: what the writer wants to know again of this part; it is published with the samples in
-    one rename (see read_record). Raises DiskFullError; what was published stays.
+    one rename (see read_record). Raises DiskFullError or StoreError; what was published stays.
     """
     path = part_path(folder, number)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,15 +67,13 @@ def write_part(
         table = table.replace_schema_metadata({_RECORD_KEY: json.dumps(record)})
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        pq.write_table(table, aside, compression="zstd")
-        with aside.open("rb+") as file:
-            os.fsync(file.fileno())
-    except OSError as error:
+        with disk_errors(path):
+            pq.write_table(table, aside, compression="zstd")
+            with aside.open("rb+") as file:
+                os.fsync(file.fileno())
+    except PacelineError:
         aside.unlink(missing_ok=True)
-        raise DiskFullError(
-            f"{path} cannot be written: {error}. Parts already there are whole; make room and "
-            "give the same command again."
-        ) from error
+        raise
     os.replace(aside, path)
     fsync_folder(path.parent)
     return path

@@ -11,6 +11,7 @@ from typing import Any
 _WHOLE_FILE_BYTES = 64 << 20
 _SAMPLE_BYTES = 64 << 10
 _NUM_SAMPLES = 32
+_BLOCK_BYTES = 1 << 20
 
 _RECORDED_PACKAGES = ("paceline", "torch", "transformers", "safetensors", "tokenizers", "vllm")
 
@@ -38,6 +39,16 @@ def of_file(path: str | Path) -> str:
             for i in range(_NUM_SAMPLES):
                 file.seek((total_bytes - _SAMPLE_BYTES) * i // (_NUM_SAMPLES - 1))
                 digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:32]
+
+
+def of_whole_file(path: str | Path) -> str:
+    """Fingerprint of all bytes of a file, however large; up to 64 MiB that of `of_file`."""
+    path = Path(path)
+    digest = hashlib.sha256(str(path.stat().st_size).encode())
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
     return digest.hexdigest()[:32]
 
 

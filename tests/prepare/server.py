@@ -15,7 +15,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 MODEL = "toy"
-LONGEST_PROMPT = 400
 
 
 def continuation(prompt: list[int], num_tokens: int, start: int = 0) -> list[int]:
@@ -111,7 +110,7 @@ class Handler(BaseHTTPRequestHandler):
     def _complete(self, body: dict[str, Any]) -> None:
         is_chat = self.path.endswith("chat/completions")
         prompt = prompt_of_chat(body) if is_chat else body["prompt"]
-        if len(prompt) > LONGEST_PROMPT:
+        if len(prompt) > self.state.arguments.longest:
             return self._reply(400, {"error": "the prompt is too long"})
         end = self.state.arguments.end
         if body.get("ignore_eos"):
@@ -159,11 +158,13 @@ def main() -> None:
     parser.add_argument("--delay", type=float, default=0.0)
     parser.add_argument("--hang", type=float, default=30.0)
     parser.add_argument("--key", default="")
+    parser.add_argument("--longest", type=int, default=400)
     parser.add_argument("--down-after", type=int, default=-1)
     parser.add_argument("--ids", action=argparse.BooleanOptionalAction, default=True)
     Handler.state = State(parser.parse_args())
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
+    server.socket.listen(128)  # above its 5, a connection may wait a second for the next try
     print(server.server_address[1], flush=True)
     server.serve_forever()
 

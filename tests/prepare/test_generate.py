@@ -12,12 +12,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import paceline
 from paceline.answers.engine import LENGTH, STOP, Answer, Prompt, Sampling
 from paceline.answers.transformers_engine import TransformersAnswers
+from paceline.cli.generate import show
 from paceline.dataset import TokenDataset
 from paceline.errors import DataError, UsageError
 from paceline.prepare.answering import JOURNAL_NAME
 from paceline.prepare.journal import Journal
 from paceline.target.model import load_model
 from paceline.target.spec import Target
+from tests.cli.consoles import text_console
 from tests.conftest import SMOLLM2
 from tests.prepare import toys
 from tests.prepare.toys import chat, chatml_target, write_rows
@@ -103,11 +105,12 @@ def test_turns_are_answered_one_after_the_other_and_old_answers_go(
         {"turns": ["q1", "q2", "q3"]},
         {"conversations": [{"from": "human", "value": "q1"}, {"from": "gpt", "value": "OLD"}]},
         {"prompt": "q1"},
+        {"turns": '["q1", "q2", "q3"]'},
     ]
     done = Generated(tmp_path, target, forms, max_new_tokens=100)
     tokenizer = AutoTokenizer.from_pretrained(target)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    assert done.rows[0]["messages"] == done.rows[1]["messages"]
+    assert done.rows[0]["messages"] == done.rows[1]["messages"] == done.rows[4]["messages"]
     assert done.rows[2]["messages"] == done.rows[3]["messages"] == done.rows[0]["messages"][:2]
     row = done.rows[0]
     assert "OLD" not in json.dumps(row)
@@ -244,6 +247,20 @@ def test_half_an_answer_ends_a_conversation(tmp_path: Path, target: Path, echo: 
     assert [m["role"] for m in row["messages"]] == ["user", "assistant"]
     assert (row["finished"], row["finish_reason"]) == (False, "length")
     assert row["response_ids"] == [row["response_ids"][0]] * 2
+
+
+def test_turns_that_got_no_answer_are_counted_and_told(
+    tmp_path: Path, target: Path, echo: EchoEngine
+) -> None:
+    rows = [chat("q"), chat("q1", "OLD", "x" * 600, "OLD", "q3"), chat("x" * 600)]
+    result = Generated(tmp_path, target, rows).result
+    # The last row has no answer at all: it is a skipped one.
+    assert (result["answers"], result["unanswered_turns"]) == (2, 2)
+    for unanswered, lines in ((2, ["turns not answered 2"]), (0, [])):
+        console, text = text_console()
+        show(result | {"unanswered_turns": unanswered}, console)
+        told = [" ".join(line.split()) for line in text().splitlines()]
+        assert [line for line in told if "not answered" in line] == lines
 
 
 def test_rows_that_cannot_be_answered_are_counted(

@@ -10,6 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from paceline.prepare.rows import RowError
+from paceline.prepare.spans import TextSample
+from paceline.prepare.turns import Turn
 from tests.prepare.families import FAMILIES, Family
 from tests.prepare.masking import Masking, oracle_tokens
 from tests.prepare.toys import CHATML_PROMPT, THINK_STRIP, toy_tokenizer
@@ -166,6 +168,27 @@ def test_a_tokenizers_own_rendering_counts() -> None:
     [sample] = masking.samples(messages)
     assert tokenizer.decode(sample.input_ids.tolist()).startswith("glad<|im_start|>user")
     assert masking.decoded_runs(sample) == ["a<|im_end|>"]
+
+
+def test_turns_share_the_last_ones_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text for every turn would be as large as the conversation squared."""
+    masking = Masking(toy_tokenizer(CHATML_PROMPT), ["<|im_end|>"])
+    compose = masking.finder._compose
+    turns = []
+
+    def seen(found: list[Turn], finished: bool | None) -> list[TextSample]:
+        turns.extend(found)
+        return compose(found, finished)
+
+    monkeypatch.setattr(masking.finder, "_compose", seen)
+    messages = [
+        {"role": role, "content": f"{role[0]}{i}"}
+        for i in range(4)
+        for role in ("user", "assistant")
+    ]
+    assert masking.spans(messages) == [[f"a{i}<|im_end|>" for i in range(4)]]
+    assert len(turns) == 4
+    assert all(turn.text is turns[-1].text for turn in turns)
 
 
 def last_turn_of(template: str, messages: list[dict[str, str]]) -> list[list[str]]:

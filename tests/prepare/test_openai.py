@@ -157,12 +157,63 @@ def test_a_prompt_that_the_server_refuses_is_a_row_that_is_counted(
     assert "the prompt is too long" in record["skipped"][0]["detail"]
 
 
+def test_an_answer_that_a_server_does_not_go_on_from_costs_its_row_alone(
+    tmp_path: Path, target: Path, serve: Callable[..., str]
+) -> None:
+    """Its context is full at the end of the answer, not before."""
+    rows = [*ROWS[:3], chat("x" * 60, id="long")]
+    longest = max(
+        len(row["prompt_ids"])
+        for row in Generated(tmp_path / "a", target, rows, **openai(serve())).rows
+    )
+    done = Generated(
+        tmp_path / "b", target, rows, **openai(serve("--longest", str(longest))), record_past_end=3
+    )
+    assert [row["id"] for row in done.rows] == ["r0", "r1", "r2"]
+    assert done.result["skipped"] == {"no_answer": 1}
+
+
 def test_a_server_that_refuses_everything_stops_the_run(
     tmp_path: Path, target: Path, serve: Callable[..., str]
 ) -> None:
     rows = [chat("x" * (450 + i)) for i in range(10)]
     with pytest.raises(EngineError, match="refused all of 10 prompts.*too long"):
         Generated(tmp_path, target, rows, **openai(serve()))
+
+
+def test_what_a_server_refused_is_asked_again_by_the_next_run(
+    tmp_path: Path, target: Path, serve: Callable[..., str]
+) -> None:
+    with pytest.raises(EngineError, match="refused all of 60 prompts"):
+        Generated(tmp_path, target, ROWS, **openai(serve("--longest", "1")))
+    url = serve()
+    assert len(Generated(tmp_path, target, ROWS, **openai(url)).rows) == 60
+    assert stats(url)["served"] == 60
+
+
+def test_a_later_turn_that_a_server_refuses_leaves_the_answers_before_it(
+    tmp_path: Path, target: Path, serve: Callable[..., str]
+) -> None:
+    rows = [{"id": f"r{i}", "turns": [f"q{i}", "x" * 400, "y"]} for i in range(10)]
+    done = Generated(tmp_path, target, rows, **openai(serve()), max_new_tokens=20)
+    assert [(row["id"], len(row["messages"])) for row in done.rows] == [
+        (f"r{i}", 2) for i in range(10)
+    ]
+    assert done.result["skipped"] == {}
+    assert done.result["unanswered_turns"] == 20
+    record = json.loads((done.folder / "answers" / "00000.json").read_text())
+    assert [(entry["row"], entry["unanswered"]) for entry in record["shortened"]] == [
+        (i, 2) for i in range(1, 11)
+    ]
+    assert all("the prompt is too long" in entry["detail"] for entry in record["shortened"])
+
+
+def test_own_prompts_that_a_server_refuses_stop_the_run_with_its_words(
+    tmp_path: Path, target: Path, serve: Callable[..., str]
+) -> None:
+    options = openai(serve("--longest", "1"), out=str(tmp_path / "out"))
+    with pytest.raises(EngineError, match="self_prompt: the server refuses it.*prompt is too long"):
+        paceline.generate(target=str(target), self_prompt=2, **options)
 
 
 def test_the_chat_api_with_ids(

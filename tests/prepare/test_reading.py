@@ -2,15 +2,18 @@
 
 import gzip
 import json
+from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from paceline import fingerprint
 from paceline.errors import DataError, UsageError
 from paceline.prepare import reading
-from paceline.prepare.reading import count_rows, find_files, read_rows
+from paceline.prepare.reading import count_rows, find_files, fingerprint_files, read_rows
 
 ROWS = [
     {"id": "a", "messages": [{"role": "user", "content": "caf\u00e9 \u2028 ]"}]},
@@ -69,6 +72,35 @@ def test_parquet_leaves_out_what_was_never_there(tmp_path: Path, zipped: bool) -
     assert read(path) == ROWS
 
 
+def test_what_json_has_no_word_for_is_its_text(tmp_path: Path) -> None:
+    moment = datetime(2023, 4, 9, 1, 2, 3, tzinfo=UTC)
+    said = {"content": "q", "at": moment, "costs": Decimal("1.50"), "tags": {"seen": moment}}
+    message = pa.struct(
+        [
+            ("content", pa.string()),
+            ("at", pa.timestamp("us", "UTC")),
+            ("costs", pa.decimal128(5, 2)),
+            ("tags", pa.map_(pa.string(), pa.timestamp("us", "UTC"))),
+        ]
+    )
+    schema = pa.schema(
+        [("messages", pa.list_(message)), ("times", pa.list_(message.field(1).type))]
+    )
+    path = tmp_path / "rows.parquet"
+    rows = [{"messages": [{"content": "r"}, said], "times": [None, moment]}]
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
+    text = "2023-04-09 01:02:03+00:00"
+    told = {"content": "q", "at": text, "costs": "1.50", "tags": [["seen", text]]}
+    assert read(path) == [{"messages": [{"content": "r"}, told], "times": [None, text]}]
+
+
+def test_bytes_are_weighed_by_their_length(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"image": [b"x" * 5000], "more": [{"image": b"y" * 3000}]}), path)
+    [row] = read_rows([path])
+    assert row.num_bytes == 8000
+
+
 def test_a_long_array_is_read_in_pieces(tmp_path: Path) -> None:
     rows = [{"id": i, "text": "\u00e9x" * (i % 7) * 40_000} for i in range(40)]
     path = tmp_path / "rows.json"
@@ -113,6 +145,18 @@ def test_an_array_that_breaks_off_is_an_error_of_the_file(tmp_path: Path, cut: i
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(ROWS)[:cut])
     with pytest.raises(DataError, match=r"rows\.json: the JSON array breaks off"):
+        read(path)
+
+
+@pytest.mark.parametrize("bad", ["oops", '{"b": 1 "c": 2}', '{"b": "\\q"}', "{'b': 1}", '{"b": 1]'])
+def test_a_mistake_in_an_array_is_told_without_reading_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str
+) -> None:
+    monkeypatch.setattr(reading, "_CHUNK_CHARS", 64)
+    path = tmp_path / "rows.json"
+    # Whoever reads to the end falls over the last bytes.
+    path.write_bytes(f'[{{"a": 1}}, {bad}, '.encode() + b'{"a": 2}, ' * 40 + b"\xff]")
+    with pytest.raises(DataError, match=r"rows\.json: the JSON array .* is broken after row 1: "):
         read(path)
 
 
@@ -170,6 +214,20 @@ def test_files_are_found_by_path_and_pattern(tmp_path: Path) -> None:
     found = find_files([f"{tmp_path}/c.txt", f"{tmp_path}/*.jsonl"])
     assert [file.name for file in found] == ["c.txt", "a.jsonl", "b.jsonl"]
     assert count_rows(found) == 9
+
+
+def test_every_byte_of_a_large_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_WHOLE_FILE_BYTES", 100), ("_SAMPLE_BYTES", 2), ("_NUM_SAMPLES", 3)):
+        monkeypatch.setattr(fingerprint, name, value)
+    path = tmp_path / "rows.jsonl"
+    found = set()
+    for place in (None, 10, 70, 170):
+        content = bytearray(b"x" * 200)
+        if place is not None:
+            content[place] = ord("y")
+        path.write_bytes(content)
+        found.add(fingerprint_files([path]))
+    assert len(found) == 4
 
 
 def test_missing_files_and_folders_are_usage_errors(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 import json
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import paceline
@@ -109,6 +112,10 @@ ODD: list[tuple[Any, str, str]] = [
     ),
     (chat("q"), "no_assistant_turn", "no message is the assistant's"),
     ({"messages": [{"role": "user", "content": "a\ud800"}]}, "invalid_text", "messages"),
+    (chat("q", "a") | {"id": "x\ud800"}, "invalid_text", r"id is 'x\\ud800'"),
+    (chat("q", "a") | {"conversation_id": "\ud800"}, "invalid_text", "conversation_id is"),
+    (IDS | {"source": "\ud800x"}, "invalid_text", r"source is '\\ud800x'"),
+    ({"text\ud800": "x"}, "missing_key", "it has text\ud800"),
     (IDS | {"response_ids": []}, "no_supervised_tokens", "no token"),
     ({"prompt_ids": [], "response_ids": []}, "empty", "no tokens"),
     ({"prompt_ids": [], "response_ids": [5]}, "no_supervised_tokens", "no token"),
@@ -181,6 +188,45 @@ def test_odd_rows_are_skipped_each_with_its_reason(tmp_path: Path, target: Path)
     assert done.result["rows_kept"] == 1
     assert sum(done.result["skipped"].values()) == len(ODD)
     assert done.decoded_spans() == ["yes<|im_end|>"]
+
+
+def test_ids_beyond_the_logits_cost_their_row_alone(tmp_path: Path) -> None:
+    tokenizer = toys.toy_tokenizer(toys.CHATML_PROMPT)
+    target = toys.toy_target(tmp_path / "t", tokenizer, num_padding=-1)
+    rows = [chat("q", "a"), chat("</think>", "a"), chat("q", "b</think>")]
+    done = Prepared(tmp_path, target, rows)
+    assert [(entry["row"], entry["reason"]) for entry in done.skipped] == [
+        (2, "bad_ids"),
+        (3, "bad_ids"),
+    ]
+    last = len(tokenizer) - 1
+    told = f"the tokenizer gives id {last}; the target's logits have ids 0 to {last - 1}"
+    assert {entry["detail"] for entry in done.skipped} == {told}
+    assert done.decoded_spans() == ["a<|im_end|>"]
+
+
+def test_tables_with_more_than_json_in_their_messages(tmp_path: Path, target: Path) -> None:
+    more = [{}, {"at": datetime(2023, 4, 9, tzinfo=UTC)}, {"image": b"x"}]
+    rows = [chat(f"q{i}", "a") for i in range(3)]
+    for row, fields in zip(rows, more, strict=True):
+        row["messages"][0] |= fields
+    message = pa.struct(
+        [
+            ("role", pa.string()),
+            ("content", pa.string()),
+            ("at", pa.timestamp("us", "UTC")),
+            ("image", pa.binary()),
+        ]
+    )
+    table = pa.Table.from_pylist(rows, pa.schema([("messages", pa.list_(message))]))
+    pq.write_table(table, tmp_path / "rows.parquet")
+    result = paceline.prepare(
+        target=str(target),
+        data=[str(tmp_path / "rows.parquet")],
+        out=str(tmp_path / "out"),
+        max_skipped_share=1.0,
+    )
+    assert (result["rows_kept"], result["skipped"]) == (2, {"bad_field": 1})
 
 
 def test_legal_orders_of_roles_are_kept(tmp_path: Path, target: Path) -> None:
@@ -330,6 +376,13 @@ def test_columns_that_hold_json_text(tmp_path: Path, target: Path) -> None:
     assert done.text().startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nq")
 
 
+def test_whole_numbers_that_a_table_made_floats_are_ids(tmp_path: Path, target: Path) -> None:
+    rows = [chat(f"q{i}", "a", id=float(i), conversation_id=float(i // 2)) for i in range(4)]
+    done = Prepared(tmp_path, target, rows)
+    assert [s.sample_id for s in done.samples] == ["0", "1", "2", "3"]
+    assert [s.conversation_id for s in done.samples] == ["0", "0", "1", "1"]
+
+
 def test_sharegpt_calls_of_functions(tmp_path: Path) -> None:
     target = chatml_target(tmp_path / "t", toys.TOOLS_ITEMS)
     turns = [
@@ -339,4 +392,20 @@ def test_sharegpt_calls_of_functions(tmp_path: Path) -> None:
         {"from": "gpt", "value": "It is 54."},
     ]
     done = Prepared(tmp_path, target, [{"conversations": turns}])
+    assert done.decoded_spans() == ["[call mul a=3]<|im_end|>", "It is 54.<|im_end|>"]
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_call_in_the_apis_older_form_is_one_call(tmp_path: Path, as_text: bool) -> None:
+    target = chatml_target(tmp_path / "t", toys.TOOLS_ITEMS)
+    call = {"name": "mul", "arguments": '{"a": 3}'}
+    messages = [
+        {"role": "user", "content": "3*18"},
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "mul", "content": "54"},
+        {"role": "assistant", "content": "It is 54.", "tool_calls": [], "function_call": None},
+    ]
+    if as_text:
+        messages[1]["function_call"] = json.dumps(call)
+    done = Prepared(tmp_path, target, [{"messages": messages}])
     assert done.decoded_spans() == ["[call mul a=3]<|im_end|>", "It is 54.<|im_end|>"]

@@ -3,6 +3,7 @@
 import errno
 import importlib
 import json
+import shutil
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -312,6 +313,17 @@ def test_a_finished_folder_is_left_alone(tmp_path: Path, target: Path) -> None:
     assert {p: p.stat().st_mtime_ns for p in stamps} == stamps
 
 
+def test_a_target_needs_no_weights_here(tmp_path: Path, target: Path) -> None:
+    ignored = shutil.ignore_patterns("model.safetensors")
+    bare = shutil.copytree(target, tmp_path / "bare", ignore=ignored)
+    data = write_rows(tmp_path / "rows.jsonl", many(10))
+    run(bare, data, tmp_path / "a")
+    first = run(target, data, tmp_path / "b")
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
+    # It is the same target: what was made with it is taken.
+    assert run(bare, data, tmp_path / "b") == first
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -388,7 +400,7 @@ def test_a_full_disk_is_an_error_and_loses_no_part(
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(pq, "write_table", fills_up)
-    with pytest.raises(DiskFullError, match=r"00002\.parquet cannot be written: .*No space left"):
+    with pytest.raises(DiskFullError, match=r"00002\.parquet: no space left"):
         run(target, data, tmp_path / "out")
     monkeypatch.setattr(pq, "write_table", write_table)
     names = sorted(p.name for p in (tmp_path / "out" / "data").iterdir())
@@ -407,6 +419,34 @@ def test_too_many_bad_rows_stop_the_run_early(
     assert (tmp_path / "out" / "skipped.jsonl").read_text().count('"empty"') == 1000
     # Another limit, and the same command goes on.
     assert run(target, data, tmp_path / "out", max_skipped_share=1.0)["rows_kept"] == 300
+
+
+@pytest.mark.parametrize(
+    ("first_share", "options", "told"),
+    [
+        (1.0, {"strict": True}, "1 of 12 rows were skipped by an earlier run"),
+        (0.0, {"strict": True}, "1 of 12 rows were skipped by an earlier run"),
+        (1.0, {"max_skipped_share": 0.05}, "1 of 12 rows had to be skipped"),
+    ],
+)
+def test_rows_that_an_earlier_run_skipped_count(
+    tmp_path: Path, target: Path, first_share: float, options: dict[str, Any], told: str
+) -> None:
+    """Whether that run was finished (where it allowed them) or stopped with all its parts written;
+    a row that was left out on purpose is none of them."""
+    data = write_rows(tmp_path / "rows.jsonl", [{"messages": []}, *many(10), many(1)[0]])
+    lenient = {"max_skipped_share": 1.0}
+    if first_share:
+        run(target, data, tmp_path / "out", **lenient)
+    else:
+        with pytest.raises(DataError, match="had to be skipped"):
+            run(target, data, tmp_path / "out", max_skipped_share=first_share)
+    for _ in range(2):
+        with pytest.raises(DataError, match=told):
+            run(target, data, tmp_path / "out", **options)
+        assert '"empty"' in (tmp_path / "out" / "skipped.jsonl").read_text()
+    result = run(target, data, tmp_path / "out", **lenient)
+    assert result["skipped"] == {"empty": 1, "duplicate": 1}
 
 
 def test_a_target_without_a_template_is_an_error_for_conversations_alone(tmp_path: Path) -> None:

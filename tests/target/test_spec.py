@@ -80,6 +80,16 @@ def test_fingerprints_name_the_part_that_differs(tmp_path):
     assert changed.fingerprints["config"] != one.fingerprints["config"]
 
 
+def test_what_shapes_token_ids_is_known_without_weights(tmp_path):
+    whole = Target(TargetReference(str(save_target(tmp_path))))
+    expected = {part: whole.fingerprints[part] for part in ("config", "tokenizer")}
+    (tmp_path / "model.safetensors").unlink()
+    bare = open_target(TargetOptions(target=str(tmp_path)), with_weights=False)
+    assert bare.text_fingerprints == expected
+    gguf = Target(TargetReference(SMOLLM2))
+    assert gguf.text_fingerprints == dict.fromkeys(expected, gguf.fingerprints["weights"])
+
+
 def tokenizer_fingerprint(folder):
     return Target(TargetReference(str(folder))).fingerprints["tokenizer"]
 

@@ -142,7 +142,9 @@ class OpenAIAnswers:
             "stop_token_ids": [],
         }
         choice = await self._post(client, "completions", body)
-        past = choice.get("token_ids") if isinstance(choice, dict) else None
+        if isinstance(choice, str):
+            return _refused(prompt, choice)
+        past = choice.get("token_ids")
         if past is None or len(past) != sampling.num_past_end:
             raise EngineError(
                 f"{self.url} did not go on past the end of an answer for "

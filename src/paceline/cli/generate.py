@@ -17,6 +17,8 @@ def show(result: dict[str, Any], console: Console) -> None:
         ("answer tokens", count(result["response_tokens"])),
         ("ended by", counts(result["finish_reasons"])),
     ]
+    if result.get("unanswered_turns"):  # folders of earlier versions do not say
+        pairs.insert(3, ("turns not answered", count(result["unanswered_turns"])))
     console.print(facts("Answers by the target", pairs))
 
 

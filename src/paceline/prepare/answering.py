@@ -45,6 +45,11 @@ class _Work:
     def key(self) -> str:
         return f"{self.index}.{self.next_turn}"
 
+    @property
+    def unanswered(self) -> int:
+        """Answers that were to be written and were not."""
+        return self.plan.num_answers - len(self.answers)
+
     def advance(self) -> bool:
         """Take over given turns up to the next answer to be written; False: nothing left."""
         turns = self.plan.turns
@@ -95,7 +100,14 @@ class Answerer:
                     written.append(_output_row(work))
                 except RowError as error:
                     skipped.append(_skip(work.row, error))
-            record = {"rows": len(rows), "skipped": skipped, "engine": engine.describe}
+            record = {
+                "rows": len(rows),
+                "skipped": skipped,
+                "shortened": [
+                    _shortened(work) for work in works if work.answers and work.unanswered
+                ],
+                "engine": engine.describe,
+            }
             publish_part(self.folder, number, written, record)
             journal.remove()
 
@@ -110,7 +122,9 @@ class Answerer:
 
         def keep(answer: Answer) -> None:
             known[answer.key] = asdict(answer)
-            journal.append(known[answer.key])
+            # A refusal is asked again: by then the server may be another one.
+            if answer.refusal is None:
+                journal.append(known[answer.key])
 
         active = [work for work in works if work.advance()]
         while active:
@@ -118,7 +132,8 @@ class Answerer:
             missing = [prompt for prompt in prompts.values() if prompt.key not in known]
             if missing:
                 engine.answer(missing, self.sampling, keep)
-            _stop_if_hopeless([known[key] for key in prompts])
+            if not any(work.answers for work in works):
+                _stop_if_hopeless([known[key] for key in prompts])
             for work in active:
                 if work.key in prompts:
                     self._take(work, prompts[work.key], Answer(**_without_part(known[work.key])))
@@ -240,6 +255,15 @@ def _stop_if_hopeless(answers: list[dict[str, Any]]) -> None:
 
 def _without_part(record: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key != "part"}
+
+
+def _shortened(work: _Work) -> dict[str, Any]:
+    return {
+        "file": str(work.row.file),
+        "row": work.row.number,
+        "unanswered": work.unanswered,
+        "detail": work.stopped,
+    }
 
 
 def _skip(row: RawRow, error: RowError) -> dict[str, Any]:

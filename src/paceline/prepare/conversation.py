@@ -92,7 +92,10 @@ def canonical_message(value: Any, where: str) -> Message:
     role = _ROLES.get(given.lower()) if isinstance(given, str) else None
     if role is None:
         raise RowError("unknown_role", f"{where} has role {given!r}; known are {', '.join(_ROLES)}")
-    known = ("role", "from", "content", "value", "tool_calls", *_REASONING_KEYS)
+    known = (
+        *("role", "from", "content", "value", "tool_calls", "function_call"),
+        *_REASONING_KEYS,
+    )
     message = {k: v for k, v in value.items() if k not in known and v is not None}
     message["role"] = role
     content = value.get("content", value.get("value"))
@@ -112,6 +115,8 @@ def _add_assistant_fields(message: Message, value: Message, where: str) -> None:
             message["reasoning_content"] = _text(value[key], f"{where}.{key}")
             break
     calls = decoded(value.get("tool_calls"))
+    if not calls and (call := decoded(value.get("function_call"))):
+        calls = [call]  # the API's older form
     if calls:
         if not isinstance(calls, list):
             raise RowError("bad_tool_call", f"{where}.tool_calls is not a list")
@@ -204,3 +209,5 @@ def _hash(value: Any) -> str:
         raise RowError("invalid_text", f"the messages hold what is no text: {error}") from error
     except RecursionError as error:
         raise RowError("bad_field", "messages or tools are nested too deeply") from error
+    except TypeError as error:
+        raise RowError("bad_field", f"the messages hold what JSON cannot say: {error}") from error

@@ -196,6 +196,12 @@ class Converter:
                     raise result
                 notes += result.notes
                 ids, mask = result.input_ids, result.loss_mask
+                if ids.max(initial=0) >= self.target.vocab_size:
+                    raise RowError(
+                        "bad_ids",
+                        f"the tokenizer gives id {ids.max()}; the target's logits have ids 0 to "
+                        f"{self.target.vocab_size - 1}",
+                    )
                 pieces.append(TokenPiece(ids, mask, finished=text.finished))
             notes += entry.masked.notes
         else:

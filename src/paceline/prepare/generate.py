@@ -107,7 +107,7 @@ def _side_files(folder: Path, parts: list[Path]) -> list[Path]:
 
 def _finish(target: Target, options: GenerateOptions, folder: StageFolder) -> dict[str, Any]:
     parts = list_answer_parts(folder.path)
-    num_rows = answered = exact = response_tokens = 0
+    num_rows = answered = exact = response_tokens = unanswered = 0
     reasons: Counter[str] = Counter()
     skipped: Counter[str] = Counter()
     engines: list[dict[str, Any]] = []
@@ -115,6 +115,7 @@ def _finish(target: Target, options: GenerateOptions, folder: StageFolder) -> di
         record = read_part_record(part)
         num_rows += record["rows"]
         skipped.update(entry["reason"] for entry in record["skipped"])
+        unanswered += sum(entry["unanswered"] for entry in record.get("shortened", ()))
         if record["engine"] not in engines:
             engines.append(record["engine"])
         with part.open("rb") as file:
@@ -140,6 +141,7 @@ def _finish(target: Target, options: GenerateOptions, folder: StageFolder) -> di
         "answered": answered,
         "answers": sum(reasons.values()),
         "exact_answers": exact,
+        "unanswered_turns": unanswered,
         "skipped": dict(skipped.most_common()),
         "finish_reasons": dict(reasons.most_common()),
         "response_tokens": response_tokens,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.prepare.conversation import ASSISTANT, Conversation, Message, conversation
-from paceline.prepare.rows import RowError, identify
+from paceline.prepare.rows import RowError, decoded, identify
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ def _as_messages(row: dict[str, Any]) -> dict[str, Any]:
     if "messages" in row or "conversations" in row or "conversation" in row:
         return row
     turns = row.get("turns", row.get("prompt"))
+    if "turns" in row and isinstance(listed := decoded(turns), list):
+        turns = listed
     if isinstance(turns, str):
         turns = [turns]
     if not isinstance(turns, list):

@@ -29,6 +29,7 @@ _PARQUET_MAGIC = b"PAR1"
 _BOM = b"\xef\xbb\xbf"
 _CHUNK_CHARS = 1 << 20
 _PARQUET_BATCH_ROWS = 256
+_LONGEST_WORD = len("-Infinity")
 # What may stand between the values of a JSON array.
 _BETWEEN = re.compile(r"[ \t\r\n,]*")
 
@@ -90,8 +91,9 @@ def find_files(patterns: Iterable[str]) -> list[Path]:
 
 
 def fingerprint_files(files: Iterable[Path]) -> str:
-    """Fingerprint of files by name, content and order."""
-    return fingerprint.of_json([[file.name, fingerprint.of_file(file)] for file in files])
+    """Fingerprint of files by name, content and order. Of all their bytes: rows are edited in
+    place, and samples of a large file would miss that."""
+    return fingerprint.of_json([[file.name, fingerprint.of_whole_file(file)] for file in files])
 
 
 def _inside(folder: Path) -> list[Path]:
@@ -174,7 +176,7 @@ def _read_array(path: Path, file: IO[bytes]) -> Iterator[RawRow]:
         try:
             value, at = decoder.raw_decode(text, at)
         except json.JSONDecodeError as error:
-            more = next(chunks, None)
+            more = next(chunks, None) if _is_cut_off(error) else None
             if more is None:
                 raise DataError(
                     f"{path}: the JSON array breaks off or is broken after row {number}: {error}"
@@ -185,6 +187,12 @@ def _read_array(path: Path, file: IO[bytes]) -> Iterator[RawRow]:
             raise DataError(f"{path}: row {number + 1} of the JSON array: {error}") from error
         number += 1
         yield RawRow(path, number, value)
+
+
+def _is_cut_off(error: json.JSONDecodeError) -> bool:
+    """Whether more text may mend it: the error is at the very end, or a string has none."""
+    at_end = error.pos >= len(error.doc.rstrip()) - _LONGEST_WORD
+    return at_end or error.msg.startswith("Unterminated string")
 
 
 def _text_chunks(file: IO[bytes]) -> Iterator[str]:
@@ -198,16 +206,21 @@ def _read_parquet(path: Path, source: Path | IO[bytes]) -> Iterator[RawRow]:
     for batch in pq.ParquetFile(source).iter_batches(_PARQUET_BATCH_ROWS):
         for row in batch.to_pylist():
             number += 1
-            yield RawRow(path, number, _without_nulls(row))
+            yield RawRow(path, number, _as_json_has_it(row))
 
 
-def _without_nulls(value: Any) -> Any:
-    """Parquet gives every struct all fields of its column; those that were never there are null."""
+def _as_json_has_it(value: Any) -> Any:
+    """Parquet gives every struct all fields of its column; those that were never there are null.
+    What JSON has no word for (times, decimals) is its text."""
     if isinstance(value, dict):
-        return {key: _without_nulls(v) for key, v in value.items() if v is not None}
-    if isinstance(value, list) and value and isinstance(value[0], dict | list):
-        return [_without_nulls(v) for v in value]
-    return value
+        return {key: _as_json_has_it(v) for key, v in value.items() if v is not None}
+    if isinstance(value, list) and value and not isinstance(value[0], str | int | float):
+        return [_as_json_has_it(v) for v in value]
+    if isinstance(value, tuple):  # an entry of a map
+        return [_as_json_has_it(v) for v in value]
+    if value is None or isinstance(value, str | int | float | list | bytes):
+        return value
+    return str(value)
 
 
 def _weigh(value: Any) -> int:
@@ -215,7 +228,7 @@ def _weigh(value: Any) -> int:
     num_bytes, waiting = 0, [value]
     while waiting:
         value = waiting.pop()
-        if isinstance(value, str):
+        if isinstance(value, str | bytes):
             num_bytes += len(value)
         elif isinstance(value, dict):
             waiting += value.values()

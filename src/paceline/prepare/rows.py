@@ -83,19 +83,32 @@ def _present(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def identify(row: dict[str, Any], default_source: str) -> Identity:
-    row_id = next((row[key] for key in _ID_KEYS if key in row), "")
+    row_id = _whole(next((row[key] for key in _ID_KEYS if key in row), ""))
     # Not the id: two files may both number their rows from 1.
-    conversation = row.get("conversation_id", "")
+    conversation = _whole(row.get("conversation_id", ""))
     for name, value in (("id", row_id), ("conversation_id", conversation)):
         if not isinstance(value, str | int):
             raise RowError("bad_field", f"{name} is {value!r}, not a string or a number")
     source = row.get("source") or default_source
     if not isinstance(source, str):
         raise RowError("bad_field", f"source is {source!r}, not a string")
+    for name, value in (("id", row_id), ("conversation_id", conversation), ("source", source)):
+        if not _is_text(str(value)):
+            raise RowError("invalid_text", f"{name} is {value!r}, which is no text")
     split = row.get("split")
     # Data sets have splits of other names, which say nothing about what is to be held out here.
     named = split if split in (TRAIN_SPLIT, HELDOUT_SPLIT) else None
     return Identity(str(row_id), str(conversation), source, named)
+
+
+def _whole(value: Any) -> Any:
+    """Tables write a column of whole numbers as 1.0 where one is missing."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _is_text(value: str) -> bool:
+    """JSON can say half a surrogate pair; no file can hold it."""
+    return value.encode(errors="replace").decode() == value
 
 
 def token_row(row: dict[str, Any], identity: Identity, vocab_size: int) -> TokenRow | None:

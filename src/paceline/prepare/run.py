@@ -58,7 +58,7 @@ def run(options: PrepareOptions) -> dict[str, Any]:
     """
     if not options.out:
         raise UsageError("prepare: no `out` given: name the folder to write")
-    target = open_target(options)
+    target = open_target(options, with_weights=False)
     entries = find_entries(options.data)
     files = files_of(entries)
     template = template_text(target, options.chat_template)
@@ -69,7 +69,10 @@ def run(options: PrepareOptions) -> dict[str, Any]:
     identity.pop("chat_template")
     with open_stage(options.out, "prepare", inputs, identity, options.overwrite) as folder:
         if folder.done:
-            return folder.result
+            result = folder.result
+            num_bad = sum(n for why, n in result["skipped"].items() if why not in DELIBERATE)
+            _check_bad(options, num_bad, result["rows"], folder.path)
+            return result
         converter = Converter(options, target, template)
         try:
             _convert_all(options, files, converter, folder)
@@ -80,9 +83,8 @@ def run(options: PrepareOptions) -> dict[str, Any]:
 
 def _inputs(target: Target, template: str | None, files: list[Path]) -> dict[str, dict[str, Any]]:
     # The weights do not shape token ids: a fine-tuned sibling may use the same data set.
-    parts = {key: target.fingerprints[key] for key in ("config", "tokenizer")}
     return {
-        "target": {"path": target.reference.target, "fingerprint": parts},
+        "target": {"path": target.reference.target, "fingerprint": target.text_fingerprints},
         "template": {"fingerprint": fingerprint.of_bytes((template or "").encode())},
         "data": {
             "path": [str(file) for file in files],
@@ -127,6 +129,8 @@ def _convert_all(
         rows_done += record["rows"]
         num_bad += _count_bad(record["skipped"])
         num_parts += 1
+    if options.strict:
+        _check_bad(options, num_bad, rows_done, folder.path)
     if rows_done:
         logger.info("%s: going on after %d rows", folder.path, rows_done)
     rows = islice(read_rows(files), rows_done, options.limit)
@@ -169,6 +173,17 @@ def _check_share(options: PrepareOptions, num_bad: int, num_rows: int, folder: P
             f"{num_bad} of {num_rows} rows had to be skipped, more than max_skipped_share = "
             f"{options.max_skipped_share}; {folder / SKIPPED_FILE} says why, row by row"
         )
+
+
+def _check_bad(options: PrepareOptions, num_bad: int, num_rows: int, folder: Path) -> None:
+    """What earlier runs skipped, by the options of this one."""
+    if options.strict and num_bad:
+        write_skipped(folder)
+        raise DataError(
+            f"{num_bad} of {num_rows} rows were skipped by an earlier run, and strict allows none; "
+            f"{folder / SKIPPED_FILE} says why, row by row"
+        )
+    _check_share(options, num_bad, num_rows, folder)
 
 
 def _check_weights(options: PrepareOptions, totals: Totals) -> None:

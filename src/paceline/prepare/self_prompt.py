@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.answers.engine import STOP, Answer, AnswerEngine, Prompt, Sampling
-from paceline.errors import DataError, TargetError
+from paceline.errors import DataError, EngineError, TargetError
 from paceline.prepare.journal import Journal
 from paceline.prepare.parts import write_rows
 from paceline.prepare.rows import RowError, digest
@@ -98,6 +98,8 @@ def _rounds(
     known = {record["key"]: record["ids"] for record in journal.records}
 
     def keep(answer: Answer) -> None:
+        if answer.refusal is not None:
+            raise EngineError(f"self_prompt: {answer.refusal}")
         if answer.ids is None:
             raise DataError(
                 "self_prompt needs an engine that takes and gives token ids; with a server use "

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.errors import TargetError
 from paceline.prepare.conversation import ASSISTANT, Conversation
@@ -58,7 +58,9 @@ class SpanFinder:
         if numbers[-1] != len(messages) - 1:
             self.template.render(messages, tools)  # a refusal of the whole counts
             notes["trailing_turns_dropped"] += 1
-        turns = [self.turns.find(messages[: i + 1], tools) for i in numbers]
+        last = self.turns.find(messages[: numbers[-1] + 1], tools)
+        turns = [_in_text_of(last, self.turns.find(messages[: i + 1], tools)) for i in numbers[:-1]]
+        turns.append(last)
         found = [turn for turn in turns if turn is not None]
         if len(found) < len(turns):
             found = [self.turns.find_last(messages[: numbers[-1] + 1], tools)]
@@ -126,6 +128,15 @@ class SpanFinder:
                     "prints for an assistant turn can be found by no other way. Give a template "
                     "with {% generation %} markers as `chat_template`."
                 ) from error
+
+
+def _in_text_of(last: Turn | None, turn: Turn | None) -> Turn | None:
+    """The turn, without a text of its own where the last one's shows it: a text for every turn
+    would be as large as the conversation squared."""
+    if last is None or turn is None:
+        return turn
+    end = turn.spans[-1].end
+    return replace(turn, text=last.text) if last.text[:end] == turn.text[:end] else turn
 
 
 def _shows(text: str, turn: Turn) -> bool:

@@ -102,7 +102,8 @@ def add_up(folder: Path, vocab_size: int) -> Totals:
 def write_skipped(folder: Path) -> None:
     """All skipped rows of all parts, one JSON object a line, in the data's order."""
     aside = folder / f".{SKIPPED_FILE}.tmp"
-    with aside.open("w") as file:
+    # Half a surrogate pair becomes the escape that JSON has for it.
+    with aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for part in list_parts(folder):
             for entry in read_record(part)["skipped"]:
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")

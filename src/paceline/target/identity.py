@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline import fingerprint
-from paceline.target.weights import Weights
 
 # Files that say which ids a text becomes: of tokenizers, SentencePiece, tiktoken, Mistral's own
 # form, and code that comes with the target.
@@ -26,8 +25,8 @@ _TOKENIZER_FILES = (
 _COUNT_WITHOUT_TOKENIZER_JSON = ("added_tokens.json", "special_tokens_map.json")
 
 
-def fingerprints_of(folder: Path, weights: Weights) -> dict[str, str]:
-    """`config`: config.json. `weights`: the weight files. `tokenizer`: which ids a text becomes and
+def text_fingerprints_of(folder: Path) -> dict[str, str]:
+    """`config`: config.json. `tokenizer`: which ids a text becomes and
     which ids end a turn. The chat template is no part of it: `prepare` fingerprints the one that it
     uses."""
     config = read_json(folder / "config.json")
@@ -35,7 +34,6 @@ def fingerprints_of(folder: Path, weights: Weights) -> dict[str, str]:
         config.pop(key, None)
     return {
         "config": fingerprint.of_json(config),
-        "weights": weights.fingerprint(),
         "tokenizer": fingerprint.of_json({**_tokenizer(folder), **_ends_of_turn(folder)}),
     }
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 
 from paceline.errors import FingerprintMismatch, TargetError
 from paceline.recipe import TargetOptions
-from paceline.target.identity import fingerprints_of, ids_in, read_json
+from paceline.target.identity import ids_in, read_json, text_fingerprints_of
 from paceline.target.resolve import converted_from, resolve
 from paceline.target.weights import Weights
 
@@ -95,9 +95,15 @@ class Target:
     @cached_property
     def fingerprints(self) -> dict[str, str]:
         """By part, see `identity`; of a GGUF file, which holds them all, its own for each."""
+        weights = converted_from(self.folder) or self.weights.fingerprint()
+        return {**self.text_fingerprints, "weights": weights}
+
+    @cached_property
+    def text_fingerprints(self) -> dict[str, str]:
+        """Of the parts that shape token ids: no weights need be there."""
         if source := converted_from(self.folder):
-            return dict.fromkeys(("config", "weights", "tokenizer"), source)
-        return fingerprints_of(self.folder, self.weights)
+            return dict.fromkeys(("config", "tokenizer"), source)
+        return text_fingerprints_of(self.folder)
 
     def check_made_by(self, made_by: dict[str, str], what: str, remedy: str = "") -> None:
         """Refuses what another target made. made_by: the fingerprints that its manifest recorded.
@@ -154,13 +160,16 @@ def _refuse_lost_rope(folder: Path) -> None:
             )
 
 
-def open_target(options: TargetOptions, recorded: dict[str, Any] | None = None) -> Target:
+def open_target(
+    options: TargetOptions, recorded: dict[str, Any] | None = None, with_weights: bool = True
+) -> Target:
     """The target that the options name, else the one that an input's manifest recorded.
 
     `recorded`: a manifest's result["target"] (a TargetReference as a dict).
     """
     if options.target:
-        return Target(TargetReference(options.target, options.revision, options.trust_remote_code))
+        reference = TargetReference(options.target, options.revision, options.trust_remote_code)
+        return Target(reference, with_weights)
     if recorded is None:
         raise TargetError("no target given: pass `target` (a folder, a Hub id or pkg:PACKAGE/FILE)")
     return Target(TargetReference(**recorded))
