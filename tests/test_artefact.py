@@ -44,7 +44,7 @@ OPTIONS = {"size": 3, "group": {"deep": [1, 2]}}
 def _work(folder, inputs=INPUTS, options=OPTIONS, content="c1", **more):
     with open_stage(folder, "align", inputs, options, **more) as stage:
         if not stage.done:
-            (folder / "out.txt").write_text("result")
+            (stage.path / "out.txt").write_text("result")
             stage.finish({"sum": 6}, content)
         return stage
 
@@ -212,6 +212,27 @@ def test_overwrite_does_not_touch_another_stage_s_folder(tmp_path):
     assert _files(tmp_path / "a") == before
 
 
+@pytest.mark.parametrize(
+    ("out", "given"),
+    [
+        ("a", "a"),
+        ("a", "a/out.txt"),
+        ("a", ["b", "a/out.txt"]),
+        ("link", "a"),
+        ("a", "link/out.txt"),
+    ],
+)
+def test_overwrite_does_not_remove_what_the_work_reads(tmp_path, monkeypatch, out, given):
+    monkeypatch.chdir(tmp_path)
+    _work(tmp_path / "a")
+    (tmp_path / "link").symlink_to("a")
+    before = _files(tmp_path / "a")
+    inputs = {"data": {"path": given, "fingerprint": "f2"}}
+    with pytest.raises(UsageError, match=f"{out} holds .*, the input `data` of this work"):
+        _work(out, inputs, overwrite=True)
+    assert _files(tmp_path / "a") == before
+
+
 @pytest.mark.parametrize("change", [{"result": {"sum": 7}}, {"schema": 0, "checksum": None}])
 def test_overwrite_removes_what_is_ours_though_damaged_or_old(tmp_path, change):
     _work(tmp_path / "a")
@@ -231,6 +252,19 @@ def test_a_folder_with_strangers_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"not empty \(precious.txt"):
         _work(tmp_path)
     assert not (tmp_path / MANIFEST_NAME).exists()
+
+
+@pytest.mark.parametrize(
+    ("out", "says"),
+    [("s3://bucket/a", "writes into a folder of this machine"), ("notes.txt", "is a file")],
+)
+def test_what_can_be_no_folder_is_refused(tmp_path, monkeypatch, out, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match=f"{out}.* {says}"):
+        _work(out)
+    assert _files(tmp_path) == {"notes.txt": "mine"}
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_scraps_of_a_killed_start_are_no_strangers(tmp_path):

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 import paceline
+from paceline.codec_report.loss import Pairs, kl_of
 from paceline.errors import UsageError
 from paceline.store import Store
 from tests.lines import extracted
+from tests.store.making import make_sample, make_spec, write_store
 
 K = "3"
 
@@ -82,6 +84,31 @@ def test_kl_is_that_of_the_whole_vocabulary(line: Path) -> None:
     found = result["codecs"]["fp8"]["kl"]
     assert found["rows"] == len(terms)
     assert found["mean"] == pytest.approx(sum(terms) / len(terms), rel=1e-3)
+
+
+def test_rows_for_kl_come_from_all_places_though_there_are_more_samples_than_rows(
+    tmp_path: Path,
+) -> None:
+    samples = [make_sample(i, num_tokens=30) for i in range(60)]
+    store = Store(write_store(tmp_path, make_spec(dtype="float32"), samples))
+    places = {}
+    for index in range(60):
+        last = store.read(index).last
+        for row, state in enumerate(last):
+            places[state.numpy().tobytes()] = (index / 60, row / len(last))
+    found = []
+
+    class Head:
+        weight = torch.empty(0)
+
+        def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+            found.extend(places[row.numpy().tobytes()] for row in rows)
+            return rows
+
+    assert kl_of(Pairs(store, store), Head(), 40)["rows"] == 40
+    assert found[:40] == found[40:]
+    for shares in zip(*found):
+        assert min(shares) < 1 / 3 and max(shares) > 2 / 3
 
 
 def test_some_samples_of_each_split(line: Path) -> None:

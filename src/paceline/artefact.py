@@ -277,6 +277,13 @@ def open_stage(
     another stage or not paceline made it, StoreError where its file system has no locks.
     """
     folder = Path(path)
+    if "://" in str(path):
+        raise UsageError(
+            f"{path}: `{stage}` writes into a folder of this machine. Choose one; a store is then "
+            "sent to a URL by `paceline upload-store`."
+        )
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file: `{stage}` writes a folder. Choose another `out`.")
     folder.mkdir(parents=True, exist_ok=True)
     with _lock(folder):
         found = _found_work(folder, stage, inputs, options, overwrite)
@@ -339,6 +346,20 @@ def describe_growing(path: str | Path, manifest: Manifest) -> dict[str, Any]:
     return {"path": str(path), "fingerprint": {"begun": fingerprint.of_json(made)}}
 
 
+def refuse_own_inputs(folder: Path, inputs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises UsageError where a folder that would be emptied is, or holds, what its work reads."""
+    inside = folder.resolve()
+    for name, entry in inputs.items():
+        given = entry.get("path") or []
+        for path in map(Path, [given] if isinstance(given, str) else given):
+            # What is not here, such as a Hub id or a URL, is no file of the folder's.
+            if path.exists() and path.resolve().is_relative_to(inside):
+                raise UsageError(
+                    f"{folder} holds {path}, the input `{name}` of this work, which would be lost: "
+                    "choose another `out`"
+                )
+
+
 def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """Leaf by leaf, where two nested mappings differ; paths of inputs do not count."""
     lines = []
@@ -374,6 +395,7 @@ def _found_work(
         read = lambda: load_manifest(folder, stage)
         found = work_to_keep(read, folder, inputs, options, overwrite)
         if found is None:
+            refuse_own_inputs(folder, inputs)
             _empty(folder, stage)
         return found
     if (folder / _EMPTIED_NAME).is_file():

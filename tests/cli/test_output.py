@@ -140,6 +140,25 @@ def test_an_unexpected_error_is_short_and_debug_shows_where(broken):
     assert "Traceback" in debug.stderr
 
 
+def test_the_program_may_open_as_many_files_as_the_machine_lets_it():
+    code = (
+        "import resource\n"
+        "import paceline.cli.main as program\n"
+        "from paceline.cli.command import Command\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (200, 300))\n"
+        "limits = lambda: list(resource.getrlimit(resource.RLIMIT_NOFILE))\n"
+        "Command.run = lambda self, values: {'limits': limits()}\n"
+        "program.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "inspect", "x", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert _json(done) == {"limits": [300, 300]}
+
+
 def test_samples_that_are_not_in_the_store_are_no_full_success():
     accounting = {"in": 10, "done": 7, "quarantined": {"zero row": 2}, "skipped": {"too long": 1}}
     assert extract.problems({"accounting": accounting}) == [

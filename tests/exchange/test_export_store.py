@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 import paceline
 from paceline.errors import DiskFullError, StoreCorruption, UsageError
 from paceline.store import Store
+from paceline.store.files import shard_path
 
 from .foreign import AUX, NUM_LAYERS, Told, assert_kept, eagle, save_small_target, tell, write_torch
 
@@ -117,6 +119,20 @@ def test_inspect_finds_a_changed_file(tmp_path: Path, store: Path) -> None:
         file.write(bytes([last[0] ^ 1]))
     with pytest.raises(StoreCorruption, match="holds other content than its manifest says"):
         paceline.inspect(str(tmp_path), verify=True)
+
+
+def test_damaged_states_are_not_written_as_good_ones(tmp_path: Path, store: Path) -> None:
+    folder = shutil.copytree(store, tmp_path / "store")
+    path = shard_path(folder, 0)
+    data = bytearray(path.read_bytes())
+    aux = Store(folder).read(COUNT - 1).aux
+    data[data.index(aux.view(torch.uint8).numpy().tobytes())] ^= 1
+    path.write_bytes(data)
+    out = tmp_path / "files"
+    with pytest.raises(StoreCorruption, match=f"sample data_{COUNT - 1} is not what"):
+        paceline.export_store(str(folder), out=str(out))
+    assert [p.name for p in sorted(out.glob("hs_*"))] == [f"hs_{i}.safetensors" for i in range(3)]
+    assert not [p for p in out.iterdir() if "rows" in p.name]
 
 
 @pytest.mark.parametrize("layout", ["eagle", "speculators_0.3"])

@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import paceline
 from paceline.errors import DataError, FingerprintMismatch, LayerError, ProbeFailure, UsageError
 from paceline.store import Store
 from paceline.store.files import shard_path
+from paceline.store.foreign.layouts import find_files
 from paceline.target.model import TeacherHead
 from paceline.target.spec import Target, TargetReference
 from tests.tiny_line import program
@@ -320,6 +322,52 @@ def test_E11_a_second_run_makes_nothing_again(
     late.write_bytes(_bytes_of(eagle(told[0])) + b"more")
     with pytest.raises(FingerprintMismatch, match=r"data_3\.ckpt has changed since it was stored"):
         take(source, out, target)
+
+
+def test_a_file_is_known_again_by_its_content_not_by_its_name_and_size(
+    tmp_path: Path, target: Path, told: list[Told]
+) -> None:
+    source = rows_tree(tmp_path / "theirs", told)
+    first = take(source, tmp_path / "store", target)
+    copied = shutil.copytree(source, tmp_path / "copied", copy_function=shutil.copyfile)
+    assert take(copied, tmp_path / "store", target) == first
+    sizes = [p.stat().st_size for p in sorted(copied.rglob("*.ckpt"))]
+    rows_tree(copied, told, aux=[k - 1 for k in AUX])
+    assert [p.stat().st_size for p in sorted(copied.rglob("*.ckpt"))] == sizes
+    with pytest.raises(FingerprintMismatch, match=r"data_0\.ckpt has changed since it was stored"):
+        take(copied, tmp_path / "store", target)
+
+
+def test_lines_that_a_power_cut_took_are_written_again(
+    tmp_path: Path, target: Path, told: list[Told]
+) -> None:
+    """A shard is durable before the lines that say which files its samples are from."""
+    source = rows_tree(tmp_path / "theirs", told)
+    late = source / "rows_0-2000/data_3.ckpt"
+    whole = late.read_bytes()
+    late.write_bytes(whole[:-100])
+    with pytest.raises(DataError, match="1 of 5 files are bad"):
+        take(source, tmp_path / "store", target)
+    late.write_bytes(whole)
+    lines = tmp_path / "store/imported-0.jsonl"
+    lines.write_text(lines.read_text().splitlines(keepends=True)[0])
+    for _ in range(2):
+        result = take(source, tmp_path / "store", target)
+        accounting = {"in": COUNT, "done": COUNT, "quarantined": {}, "skipped": {}}
+        assert result["accounting"] == accounting
+    files = [json.loads(line)["file"] for line in lines.read_text().splitlines()]
+    assert sorted(files) == [f"rows_0-2000/data_{i}.ckpt" for i in range(COUNT)]
+    store = Store(tmp_path / "store")
+    store.verify()
+    for i, sample in enumerate(told):
+        assert_kept(store.read(store.records.find(f"rows_0-2000/data_{i}")), sample)
+
+
+@pytest.mark.parametrize("ending", [".pt", ".ckpt.gz"])
+def test_a_sample_is_called_as_its_file_up_to_the_ending(tmp_path: Path, ending: str) -> None:
+    (tmp_path / "v0.1").mkdir()
+    (tmp_path / f"v0.1/qwen2.5-7b_000001{ending}").touch()
+    assert [file.name for file in find_files(tmp_path)] == ["v0.1/qwen2.5-7b_000001"]
 
 
 def test_the_program_says_where_every_file_went(

@@ -14,6 +14,7 @@ from paceline.artefact import load_manifest
 from paceline.errors import FingerprintMismatch, StoreCorruption, StoreError, UsageError
 from paceline.store import Store
 from paceline.store.files import shard_numbers, shard_path
+from paceline.store.upload import upload
 from tests.store.making import assert_holds, make_sample, make_spec, write_store
 from tests.store.working import published_now
 
@@ -157,6 +158,23 @@ def test_another_codec(tmp_path: Path) -> None:
         paceline.subset_store(str(tmp_path / "int8"), out=str(tmp_path / "no"), codec="raw")
 
 
+@pytest.mark.parametrize("out", ["a", "link"])
+@pytest.mark.parametrize("verb", ["merge", "subset"])
+def test_a_store_is_not_overwritten_by_what_is_made_of_it(
+    tmp_path: Path, verb: str, out: str
+) -> None:
+    parts = [str(make_store(tmp_path / "b", SAMPLES[8:])), str(make_store(tmp_path / "a"))]
+    (tmp_path / "link").symlink_to("a")
+    before = bits(tmp_path / "a")
+    with pytest.raises(UsageError, match=f"{out} holds .*, which would be lost"):
+        if verb == "merge":
+            paceline.merge_stores(parts, out=str(tmp_path / out), overwrite=True)
+        else:
+            paceline.subset_store(parts[1], out=str(tmp_path / out), limit=3, overwrite=True)
+    assert bits(tmp_path / "a") == before
+    Store(tmp_path / "a").verify()
+
+
 def test_deleting_touches_no_byte_of_the_others(tmp_path: Path) -> None:
     folder = make_store(tmp_path / "store")
     before, shards = bits(folder), {n: shard_path(folder, n).stat() for n in shard_numbers(folder)}
@@ -262,6 +280,9 @@ def test_a_kill_at_any_call_leaves_the_old_store_or_goes_on(tmp_path: Path, kill
         except StoreError as error:
             assert "run the same command again" in str(error)
             outcomes.append("to be finished")
+            with pytest.raises(StoreError, match="run the same command again"):
+                upload(folder, f"file://{tmp_path}/far")
+            assert not (tmp_path / "far").exists()
         paceline.delete_samples(str(folder), ids=doomed)
         assert bits(folder) == after
         Store(folder).verify()

@@ -1,6 +1,8 @@
 """Opening, finding and reading what was stored; damage of every kind is named, never read past."""
 
 import json
+import os
+import resource
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +17,9 @@ from paceline.contracts import LayerPlan
 from paceline.errors import StoreCorruption, StoreError, UsageError
 from paceline.store import ShardWriter, Store, published_ids
 from paceline.store.budget import let_go
-from paceline.store.files import INDEX_NAME, receipt_path
+from paceline.store.files import INDEX_NAME, receipt_path, shard_numbers, shard_path
+from paceline.store.index import IndexBuilder
+from paceline.store.shard import Shard
 
 from .making import assert_holds, make_sample, make_spec, states_of, write_manifest, write_store
 
@@ -255,12 +259,45 @@ def test_shards_of_two_stores_do_not_mix(tmp_path: Path) -> None:
         Store(tmp_path / "a", unfinished=True)
 
 
+def test_records_of_the_shards_so_far_stay_as_they_are(folder: Path) -> None:
+    numbers = shard_numbers(folder)
+    growing, found = IndexBuilder(), []
+    for number in numbers:
+        growing.add(number, Shard(shard_path(folder, number)))
+        found.append(growing.records())
+    for count, records in enumerate(found, start=1):
+        whole = IndexBuilder()
+        for number in numbers[:count]:
+            whole.add(number, Shard(shard_path(folder, number)))
+        wanted = whole.build().records
+        assert [r.sample_id for r in records] == [s.sample_id for s in SAMPLES[: len(records)]]
+        assert list(records) == list(wanted)
+        assert (records.tables, records.columns.keys()) == (wanted.tables, wanted.columns.keys())
+        for name, values in wanted.columns.items():
+            assert records.columns[name].dtype == values.dtype
+            assert np.array_equal(records.columns[name], values)
+    assert list(found[-1]) == list(Store(folder).records)
+
+
 def test_a_store_without_samples_is_a_store(tmp_path: Path) -> None:
     store = Store(write_store(tmp_path / "store", make_spec(), []))
     assert len(store) == 0
     assert store.split("train").tolist() == []
     assert store.spec == make_spec()
     assert published_ids(tmp_path / "store") == set()
+
+
+@pytest.mark.parametrize(("limit", "num_kept"), [(64, 8), (320, 20), (resource.RLIM_INFINITY, 30)])
+def test_a_reader_leaves_most_of_the_process_s_open_files_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, num_kept: int
+) -> None:
+    folder = write_store(tmp_path, make_spec(shard_bytes=1), [make_sample(i, 5) for i in range(30)])
+    monkeypatch.setattr("resource.getrlimit", lambda _: (limit, limit))
+    store = Store(folder)
+    num_before = len(os.listdir("/proc/self/fd"))
+    for index in [*range(30), *range(30)]:
+        store.read(index)
+    assert len(os.listdir("/proc/self/fd")) - num_before == 2 * num_kept
 
 
 def test_threads_share_a_store(folder: Path) -> None:

@@ -340,6 +340,14 @@ def test_a_damaged_shard_is_not_sent(local: Path, url: str, tmp_path: Path) -> N
     assert "shards/00006.safetensors" not in Place(url).files()
 
 
+def test_a_store_that_lacks_a_shard_is_not_sent(local: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(local, tmp_path / "store")
+    (folder / "shards/00006.safetensors").unlink()
+    with pytest.raises(StoreCorruption, match="shards are missing"):
+        upload(folder, f"file://{tmp_path}/far")
+    assert not (tmp_path / "far").exists()
+
+
 def test_a_place_that_is_taken_is_refused_or_cleared(
     local: Path, url: str, cache: Cache, tmp_path: Path
 ) -> None:

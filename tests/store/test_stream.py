@@ -15,7 +15,7 @@ import torch
 
 from paceline.artefact import open_stage
 from paceline.contracts import TokenSample
-from paceline.errors import LockedError, StreamError, UsageError
+from paceline.errors import LockedError, StoreError, StreamError, UsageError
 from paceline.store import (
     Follower,
     PackedReader,
@@ -400,6 +400,21 @@ def test_a_stream_has_one_reader(tmp_path: Path) -> None:
         stage.announce({"store": SPEC.to_dict(), "planned": {}})
         with follow(folder, order_of(folder)):
             pass
+
+
+def test_a_sample_that_comes_twice_is_refused_when_it_comes(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    with open_stage(folder, "extract", {}, {}) as stage:
+        stage.announce({"store": SPEC.to_dict(), "planned": {}})
+        for worker, samples in enumerate((SAMPLES[:2], SAMPLES[2:4], SAMPLES[1:2])):
+            with ShardWriter(folder, SPEC, worker) as writer:
+                for sample in samples:
+                    writer.add(sample, *states_of(sample, SPEC))
+    with follow(folder, order_of(folder)) as store:
+        windows = store.windows("train")
+        assert [next(windows).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+        with pytest.raises(StoreError, match="'sample-1' is in the store twice"):
+            next(windows)
 
 
 def test_a_finished_store_has_as_many_readers_as_want_and_nothing_is_written(whole: Path) -> None:

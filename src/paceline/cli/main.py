@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -67,6 +68,7 @@ _ABOUT = (
     "number checked."
 )
 INTERRUPTED, TERMINATED = 130, 143
+_OPEN_FILES = 1 << 16
 
 
 class Terminated(BaseException):
@@ -89,12 +91,23 @@ def _main(arguments: list[str]) -> int:
         return code
     quiet_libraries()
     set_up_logging()
+    _allow_open_files()
     with Output(request.as_json) as output, _terminated_by_exception():
         result, code = _guarded(request, partial(_execute, request))
         if not request.command.on_ranks or is_first_rank():
             _, failed = _guarded(request, partial(_tell, request, result, output))
             code = failed or code
     return code
+
+
+def _allow_open_files() -> None:
+    """Large stores are read through hundreds of open shards; the usual soft limit is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        # macOS has a lower limit than the one it tells, and refuses what is above.
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _parse(arguments: list[str]) -> tuple[Request | None, int, str]:

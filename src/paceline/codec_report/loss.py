@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from paceline.errors import StoreError
@@ -28,9 +29,12 @@ class Pairs:
     def __iter__(self) -> Iterator[tuple[StoredSample, StoredSample]]:
         if len(self.plain) != len(self.coded):
             raise StoreError(f"{self.coded.folder} has other samples than {self.plain.folder}")
-        for index, sample_id in enumerate(self.plain.records.sample_ids()):
-            twin = self.coded.records.find(sample_id)
-            yield self.plain.read(index), self.coded.read(twin)
+        return map(self.read, range(len(self.plain)))
+
+    def read(self, index: int) -> tuple[StoredSample, StoredSample]:
+        """A sample by its index in `plain`."""
+        plain = self.plain.read(index)
+        return plain, self.coded.read(self.coded.records.find(plain.record.sample_id))
 
 
 def errors_of(pairs: Pairs) -> tuple[dict[str, dict[str, float]], bool]:
@@ -93,16 +97,16 @@ def kl_of(pairs: Pairs, head: TeacherHead, most_rows: int) -> dict[str, Any]:
 
 
 def _rows_of_all_samples(pairs: Pairs, most_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Up to `most_rows` last states, plain and coded, spread over the samples and within them:
-    those of one place would be alike."""
-    per_sample = max(1, most_rows // max(len(pairs.plain), 1))
-    plain_rows, coded_rows, left = [], [], most_rows
-    for plain, coded in pairs:
-        if not left:
-            break
-        step = -(-len(plain.last) // per_sample)
-        chosen = torch.arange(0, len(plain.last), max(step, 1))[:left]
+    """Up to `most_rows` last states, plain and coded, drawn from all: those of one place in their
+    samples would be alike."""
+    ends = np.cumsum(pairs.plain.records.num_supervised, dtype=np.int64)
+    count = min(most_rows, int(ends[-1]))
+    rows = np.sort(np.random.default_rng(0).choice(int(ends[-1]), count, replace=False))
+    samples = np.searchsorted(ends, rows, side="right")
+    plain_rows, coded_rows = [], []
+    for index in np.unique(samples).tolist():
+        plain, coded = pairs.read(index)
+        chosen = torch.from_numpy(rows[samples == index] - (ends[index] - len(plain.last)))
         plain_rows.append(plain.last[chosen])
         coded_rows.append(coded.last[chosen])
-        left -= len(chosen)
     return torch.cat(plain_rows), torch.cat(coded_rows)

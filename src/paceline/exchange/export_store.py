@@ -2,11 +2,19 @@
 
 import json
 import logging
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from paceline import fingerprint
-from paceline.artefact import StageFolder, describe_input, open_stage, write_atomically, write_json
+from paceline.artefact import (
+    StageFolder,
+    describe_input,
+    disk_errors,
+    fsync_folder,
+    open_stage,
+    write_json,
+)
 from paceline.errors import UsageError
 from paceline.progress import progress_bar
 from paceline.recipe import ExportStoreOptions
@@ -93,21 +101,18 @@ def _export(
     if not chosen:
         raise UsageError(f"export-store: {options.store} has no sample of split {options.split!r}")
     write_json(stage.path / CONFIG_NAME, config)
-    rows, num_before = [], 0
-    with progress_bar("export", len(chosen), "file") as bar:
-        for number, index in enumerate(chosen):
-            sample = store.read(index)
-            path = stage.path / layout.path(number)
-            # A name of this folder appears only with a whole file, so it is done.
-            if path.is_file():
-                num_before += 1
-            else:
-                write_sample(path, layout.values(sample))
-            rows.append(_row(layout.path(number), sample))
-            bar.advance(1)
+    aside = stage.path / f".{ROWS_NAME}.tmp"
+    try:
+        with disk_errors(aside), aside.open("w", encoding="utf-8") as rows:
+            num_before = _write_files(stage.path, store, layout, chosen, rows)
+            rows.flush()
+            os.fsync(rows.fileno())
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    os.replace(aside, stage.path / ROWS_NAME)
+    fsync_folder(stage.path)
     logger.info("export-store: %d of %d files were there before", num_before, len(chosen))
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    write_atomically(stage.path / ROWS_NAME, text.encode())
     result = {
         "target": store.manifest.result["target"],
         "layout": options.layout,
@@ -115,6 +120,26 @@ def _export(
         **config["hidden_states"],
     }
     return stage.finish(result, content=content_of(stage.path))
+
+
+def _write_files(
+    folder: Path, store: Store, layout: Layout, chosen: list[int], rows: TextIO
+) -> int:
+    """Write what is not there yet, and a row for each. Returns how many were there."""
+    num_before = 0
+    with progress_bar("export", len(chosen), "file") as bar:
+        for number, index in enumerate(chosen):
+            store.read_encoded(index).check()
+            sample = store.read(index)
+            path = folder / layout.path(number)
+            # A name of this folder appears only with a whole file, so it is done.
+            if path.is_file():
+                num_before += 1
+            else:
+                write_sample(path, layout.values(sample))
+            rows.write(json.dumps(_row(layout.path(number), sample), ensure_ascii=False) + "\n")
+            bar.advance(1)
+    return num_before
 
 
 def _row(path: str, sample: StoredSample) -> dict[str, Any]:

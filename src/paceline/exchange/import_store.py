@@ -99,14 +99,25 @@ def _stored_files(folder: Path, files: list[ForeignFile]) -> set[str]:
     FingerprintMismatch for one that has changed since."""
     published = published_ids(folder)
     lines = [e for e in read_lines(folder, IMPORTED_PATTERN) if e["sample_id"] in published]
-    num_bytes = {file.relative: file.path.stat().st_size for file in files}
+    paths = {file.relative: file.path for file in files}
     for line in lines:
-        if num_bytes.get(line["file"]) != line["bytes"]:
+        if line["file"] not in paths or not _is_unchanged(paths[line["file"]], line):
             raise FingerprintMismatch(
                 f"{line['file']} has changed since it was stored in {folder} as "
                 f"{line['sample_id']}: choose another folder, or remove this one"
             )
     return {line["file"] for line in lines}
+
+
+def _is_unchanged(path: Path, line: dict[str, Any]) -> bool:
+    """By size and time; where the time differs (a copied folder), by content."""
+    about = path.stat()
+    if about.st_size != line["bytes"]:
+        return False
+    # The first stores wrote down the size alone.
+    if "fingerprint" not in line or about.st_mtime_ns == line["mtime_ns"]:
+        return True
+    return fingerprint.of_file(path) == line["fingerprint"]
 
 
 def _last_apart(files: list[ForeignFile]) -> bool:
@@ -231,7 +242,10 @@ def _take(
     """Store what is not stored yet; what is wrong is written down and told."""
     skipped: Counter[str] = Counter()
     bad: list[ForeignFileError] = []
-    seen = published_ids(folder)
+    # A shard is durable, a line is not until later: after a power cut samples may have none.
+    told = {e["sample_id"] for e in read_lines(folder, IMPORTED_PATTERN)}
+    published = published_ids(folder)
+    seen, untold = published & told, published - told
     logger.info("import-store: %d of %d files were stored before", len(stored), len(files))
     # Files that were bad before may have been mended.
     (folder / QUARANTINE_PATTERN.format(worker=0)).unlink(missing_ok=True)
@@ -246,6 +260,9 @@ def _take(
             try:
                 captured = reader.read(file, spec.torch_dtype)
                 _refuse_second(file, captured.sample, seen)
+                if captured.sample.sample_id in untold:
+                    _note(folder, IMPORTED_PATTERN, file, captured.sample.sample_id)
+                    continue
             except SkippedSample as error:
                 skipped[str(error)] += 1
             except ForeignFileError as error:
@@ -267,7 +284,14 @@ def _refuse_second(file: ForeignFile, sample: TokenSample, seen: set[str]) -> No
 
 def _note(folder: Path, pattern: str, file: ForeignFile, sample_id: str, **more: str) -> None:
     """A line for a file whose sample is about to be stored, or is not."""
-    about = {"sample_id": sample_id, "file": file.relative, "bytes": file.path.stat().st_size}
+    found = file.path.stat()
+    about = {
+        "sample_id": sample_id,
+        "file": file.relative,
+        "bytes": found.st_size,
+        "mtime_ns": found.st_mtime_ns,
+        "fingerprint": fingerprint.of_file(file.path),
+    }
     append_line(folder / pattern.format(worker=0), {**about, **more})
 
 

@@ -94,13 +94,14 @@ class Follower(ShardReader):
     ) -> None:
         self._builder = IndexBuilder()
         spec = StoreSpec.from_dict(manifest.result["store"])
-        super().__init__(folder, spec, self._builder.build().records)
+        super().__init__(folder, spec, self._builder.records())
         self.manifest = manifest
         self._watch = watch
         self._order_path = order_path
         self._rank = rank
         self._stopped = Event()
         self._windows: list[_Window | None] = []
+        self._id_hashes: set[int] = set()
         self._gone: set[int] = set()
         self._kept: set[int] = set()
         self._is_pause_answered = False
@@ -213,8 +214,17 @@ class Follower(ShardReader):
             self._gone.add(number)
         if set(shard.columns["split"]) != {TRAIN_SPLIT}:
             self._kept.add(number)
-        self.records = self._builder.build().records
+        self.records = self._builder.records()
+        self._refuse_repeats(start)
         self._windows.append(_Window(number, start, len(self.records)))
+
+    def _refuse_repeats(self, start: int) -> None:
+        """Of the records from `start` on; those before were looked at."""
+        new = self.records.columns["sample_id.hash"][start:].tolist()
+        known = len(self._id_hashes)
+        self._id_hashes.update(new)
+        if len(self._id_hashes) < known + len(new):
+            self.records.refuse_repeats()
 
     def _extend_order(self) -> None:
         """Rank 0 waits for news and writes it into the order."""

@@ -6,10 +6,10 @@ them; where it is missing, damaged or of other shards, it is made again.
 
 import json
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +42,8 @@ class Index:
 
 
 class IndexBuilder:
-    """Gathers the records of shards, one after another; `build` may be called in between.
+    """Gathers the records of shards, one after another; `records` may be asked for in between, at a
+    cost that does not grow with what there is.
 
     Receipts of shards that were let go count as content, not as records, unless they are added as
     shards.
@@ -50,17 +51,16 @@ class IndexBuilder:
 
     def __init__(self) -> None:
         self.spec: StoreSpec | None = None
-        self._pieces: dict[str, list[np.ndarray]] = defaultdict(list)
+        self._columns = {name: _Column(*about) for name, about in _COLUMNS.items()}
         self._codes: dict[str, dict[str, int]] = {name: {} for name in CODED}
-        self._shards: list[tuple[int, int, int]] = []
-        self._headers: list[bytes] = []
+        for name in _RUNNING_ENDS:
+            self._columns[name].add([0])
 
     def add_receipt(self, shard: Shard) -> None:
         self._add_checksums(shard)
 
     def _add_checksums(self, shard: Shard) -> None:
-        # A copy: a view would keep the file's space taken after the shard is let go.
-        self._pieces["sample_checksums"].append(shard.tensor("sample_checksums").numpy().copy())
+        self._columns["sample_checksums"].add(shard.tensor("sample_checksums").numpy())
 
     def add(self, number: int, shard: Shard) -> None:
         """Raises StoreError for a shard of another store."""
@@ -70,59 +70,82 @@ class IndexBuilder:
                 f"{shard.spec.identity()}, not {self.spec.identity()}"
             )
         self.spec = shard.spec
-        self._shards.append((number, shard.num_samples, shard.total_bytes))
-        self._headers.append(bytes.fromhex(shard.header_checksum))
+        column = self._columns
+        column["shard_numbers"].add([number])
+        column["shard_starts"].add_lengths([shard.num_samples])
+        column["shard_bytes"].add([shard.total_bytes])
+        column["shard_headers"].add([list(bytes.fromhex(shard.header_checksum))])
         counts = np.column_stack(
             [np.diff(shard.offsets, axis=0), shard.tensor("num_past_end").numpy()]
         )
         for i, name in enumerate(COUNTS):
-            self._pieces[name].append(counts[:, i].astype(np.int32))
+            column[name].add(counts[:, i])
         self._add_checksums(shard)
-        columns = shard.columns
-        finished = [FINISHED_CODES[value] for value in columns["finished"]]
-        self._pieces["finished"].append(np.asarray(finished, dtype=np.int8))
+        values = shard.columns
+        column["finished"].add([FINISHED_CODES[value] for value in values["finished"]])
         for name, codes in self._codes.items():
-            numbers = [codes.setdefault(value, len(codes)) for value in columns[name]]
-            self._pieces[name].append(np.asarray(numbers, dtype=np.int32))
+            column[name].add([codes.setdefault(value, len(codes)) for value in values[name]])
         for name in TEXTS:
-            encoded = [value.encode() for value in columns[name]]
-            self._pieces[name].append(np.frombuffer(b"".join(encoded), dtype=np.uint8))
-            lengths = [len(value) for value in encoded]
-            self._pieces[f"{name}.ends"].append(np.asarray(lengths, dtype=np.int64))
+            encoded = [value.encode() for value in values[name]]
+            column[name].add(np.frombuffer(b"".join(encoded), dtype=np.uint8))
+            column[f"{name}.ends"].add_lengths([len(value) for value in encoded])
             if name == "sample_id":
-                hashes = np.asarray([id_hash(value) for value in encoded], dtype=np.int64)
-                self._pieces["sample_id.hash"].append(hashes)
+                column["sample_id.hash"].add([id_hash(value) for value in encoded])
+
+    def records(self) -> Records:
+        """Those of all shards so far; whether a sample is there twice was not looked at."""
+        columns = {n: c.values for n, c in self._columns.items() if n != "sample_checksums"}
+        return Records(columns, {name: list(codes) for name, codes in self._codes.items()})
 
     def build(self) -> Index:
         """Raises StoreError where a sample is in two shards."""
-        numbers, num_samples, num_bytes = np.asarray(self._shards, np.int64).reshape(-1, 3).T
-        columns = {
-            "shard_numbers": numbers,
-            "shard_starts": np.concatenate([[0], np.cumsum(num_samples)]),
-            "shard_bytes": num_bytes,
-            "shard_headers": np.frombuffer(b"".join(self._headers), np.uint8).reshape(-1, 16),
-        }
-        for name, dtype in _COLUMN_DTYPES.items():
-            pieces = self._pieces[name]
-            columns[name] = np.concatenate([np.empty((0, *_tail(name)), dtype), *pieces])
-        for name in TEXTS:
-            columns[f"{name}.ends"] = np.concatenate([[0], np.cumsum(columns[f"{name}.ends"])])
-        content = content_of(self.spec, columns.pop("sample_checksums"))
-        records = Records(columns, {name: list(codes) for name, codes in self._codes.items()})
+        records = self.records()
         records.refuse_repeats()
+        content = content_of(self.spec, self._columns["sample_checksums"].values)
         return Index(records, self.spec, content)
 
 
-_COLUMN_DTYPES = {
-    **dict.fromkeys((*COUNTS, *CODED), np.int32),
-    **dict.fromkeys((*TEXTS, "sample_checksums"), np.uint8),
-    **dict.fromkeys((*(f"{name}.ends" for name in TEXTS), "sample_id.hash"), np.int64),
-    "finished": np.int8,
+class _Column:
+    """Values of one dtype, added at the end."""
+
+    def __init__(self, dtype: type[np.generic], tail: tuple[int, ...] = ()) -> None:
+        self._buffer = np.empty((0, *tail), dtype)
+        self._count = 0
+
+    @property
+    def values(self) -> np.ndarray:
+        """A view, which what is added later does not change."""
+        return self._buffer[: self._count]
+
+    def add(self, values: Sequence[Any] | np.ndarray) -> None:
+        end = self._count + len(values)
+        if end > len(self._buffer):
+            # Twice as much, so that shard after shard costs no more than all at once.
+            larger = np.empty(
+                (max(end, 2 * self._count), *self._buffer.shape[1:]), self._buffer.dtype
+            )
+            larger[: self._count] = self.values
+            self._buffer = larger
+        if len(values):
+            self._buffer[self._count : end] = values
+        self._count = end
+
+    def add_lengths(self, lengths: Sequence[int]) -> None:
+        """As running ends, after the last one there is."""
+        self.add(self._buffer[self._count - 1] + np.cumsum(lengths, dtype=np.int64))
+
+
+# dtype, and the shape of a value.
+_COLUMNS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys((*COUNTS, *CODED), (np.int32,)),
+    **dict.fromkeys(TEXTS, (np.uint8,)),
+    **dict.fromkeys(("sample_checksums", "shard_headers"), (np.uint8, (checksum.DIGEST_BYTES,))),
+    **dict.fromkeys((*(f"{name}.ends" for name in TEXTS), "sample_id.hash"), (np.int64,)),
+    **dict.fromkeys(("shard_numbers", "shard_starts", "shard_bytes"), (np.int64,)),
+    "finished": (np.int8,),
 }
-
-
-def _tail(name: str) -> tuple[int, ...]:
-    return (checksum.DIGEST_BYTES,) if name == "sample_checksums" else ()
+# They hold one value more than there are things that end: where the first begins.
+_RUNNING_ENDS = ("shard_starts", *(f"{name}.ends" for name in TEXTS))
 
 
 def content_of(spec: StoreSpec | None, sample_checksums: np.ndarray) -> str:

@@ -1,5 +1,6 @@
 """Reads a store: memory-mapped slices of published shards, decoded when they are asked for."""
 
+import resource
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,8 +29,16 @@ from paceline.store.shard import Shard, open_published
 from paceline.store.shelf import LocalShelf, Shelf
 from paceline.store.spec import StoreSpec
 
-# A mapping holds a file descriptor; the usual limit of a process is 1,024 of them.
 _MAX_OPEN_SHARDS = 256
+
+
+def _max_open_shards() -> int:
+    """An open shard holds two file descriptors, its own and its mapping's. Several stores may be
+    read at once: an eighth of what the process may have goes to each."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return _MAX_OPEN_SHARDS
+    return max(8, min(_MAX_OPEN_SHARDS, limit // 16))
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,7 @@ class ShardReader:
         self.records = records
         self.codec = codec_of(spec)
         self._shards: OrderedDict[int, Shard] = OrderedDict()
+        self._max_open = _max_open_shards()
         self._lock = Lock()
 
     def __len__(self) -> int:
@@ -159,7 +169,7 @@ class ShardReader:
             if shard.header_checksum != self.records.shard_header(number):
                 raise StoreCorruption(f"{shard.path} is another shard than the index knows")
             self._shards[number] = shard
-            if len(self._shards) > _MAX_OPEN_SHARDS:
+            if len(self._shards) > self._max_open:
                 # Views that callers still hold keep their mapping alive.
                 self._shards.popitem(last=False)
             return shard

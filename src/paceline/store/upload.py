@@ -8,15 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.artefact import Manifest, load_finished
+from paceline.artefact import Manifest
 from paceline.contracts import MANIFEST_NAME
 from paceline.errors import FingerprintMismatch, StoreError, UsageError
 from paceline.store.files import SHARDS_FOLDER
 from paceline.store.place import Place, RemoteFile
 from paceline.store.presence import STREAM_FOLDER
+from paceline.store.reader import Store
 from paceline.store.remote import read_manifest
 from paceline.store.shard import Shard
-from paceline.store.shelf import STAGE
 
 # Stands below the URL while an upload is under way, and says of what.
 CLAIM_NAME = "upload.json"
@@ -46,7 +46,8 @@ def upload(
     (it is not sent), StoreError where the server fails for good.
     """
     folder, place = Path(folder), Place(url)
-    manifest = load_finished(folder, STAGE)
+    # Opened as a reader would: what is missing, or half rewritten, must not be taken for whole.
+    manifest = Store(folder).manifest
     there = place.files()
     names = _names(folder)
     if _is_whole(place, there, manifest, folder, names):

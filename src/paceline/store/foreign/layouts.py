@@ -99,7 +99,9 @@ def read_sample(path: Path, columns: Columns) -> ForeignSample:
 
 def _file(folder: Path, path: Path) -> ForeignFile:
     relative = path.relative_to(folder)
-    return ForeignFile(path, str(relative), str(relative.with_name(path.name.partition(".")[0])))
+    return ForeignFile(
+        path, str(relative), str(relative.with_name(Path(path.name.removesuffix(".gz")).stem))
+    )
 
 
 def _tokens(path: Path, values: dict[str, Any]) -> np.ndarray:
