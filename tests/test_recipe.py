@@ -1,5 +1,6 @@
 """Recipes: YAML in, dotted overrides, every problem told at once."""
 
+import math
 import re
 from pathlib import Path
 
@@ -9,10 +10,13 @@ import yaml
 import paceline
 from paceline.errors import UsageError
 from paceline.recipe import (
+    STAGES,
     EvaluateOptions,
     ExtractOptions,
     InspectOptions,
     Options,
+    PlanOptions,
+    PrepareOptions,
     Recipe,
     RunOptions,
     TrainOptions,
@@ -115,6 +119,72 @@ def test_an_empty_group_takes_overrides(tmp_path):
     recipe = load_recipe(_write(tmp_path, "target: t\ngenerate:\n"), ["generate.seed=3"])
     assert recipe.generate is not None
     assert recipe.generate.seed == 3
+
+
+def test_groups_with_nothing_below_their_names_are_empty(tmp_path):
+    named = [name for name in Recipe.model_fields if name in STAGES]
+    recipe = load_recipe(_write(tmp_path, "target: t\n" + "".join(f"{n}:\n" for n in named)))
+    assert recipe.generate is None
+    assert recipe == build(Recipe, {"target": "t"})
+
+
+@pytest.mark.parametrize("verb", [RunOptions, PlanOptions])
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"targt": "x"}, "targt: no such option; did you mean target?"),
+        ({"train": {"epochss": 2}}, "train.epochss: no such option; did you mean epochs?"),
+        (
+            {"train": {"draft": {"num_layerz": 2}}},
+            "train.draft.num_layerz: no such option; did you mean num_layers?",
+        ),
+    ],
+    ids=["recipe", "stage", "group"],
+)
+def test_a_wrong_name_in_a_recipe_of_python_is_told(verb, values, says):
+    with pytest.raises(UsageError) as caught:
+        build(verb, {"recipe": values})
+    assert str(caught.value) == f"recipe:\n  {says}"
+
+
+def test_paths_of_python_are_taken_for_their_names():
+    recipe = build(
+        Recipe,
+        {
+            "target": Path("/models/t"),
+            "prepare": {"data": [Path("a.jsonl"), "b.jsonl"]},
+            "evaluate": {"prompts": (Path("q.jsonl"),), "mode": "decode"},
+        },
+    )
+    assert recipe.target == "/models/t"
+    assert recipe.prepare.data == ["a.jsonl", "b.jsonl"]
+    assert recipe.evaluate.prompts == ["q.jsonl"]
+    assert build(PrepareOptions, {"out": Path("o")}).out == "o"
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"betas": [0.9, 1.0]}, "betas.1"),
+        ({"betas": [-0.1, 0.9]}, "betas.0"),
+        ({"betas": [math.nan, 0.9]}, "betas.0"),
+        ({"learning_rate": math.inf}, "learning_rate"),
+        ({"learning_rate": math.nan}, "learning_rate"),
+        ({"epochs": math.inf}, "epochs"),
+        ({"epochs": math.nan}, "epochs"),
+        ({"max_grad_norm": math.nan}, "max_grad_norm"),
+        ({"dtype": "float16"}, "dtype"),
+    ],
+    ids=str,
+)
+def test_values_that_nothing_can_be_trained_with_are_refused_by_name(values, name):
+    with pytest.raises(UsageError, match=rf"\n  {name}: Input should"):
+        build(TrainOptions, values)
+
+
+def test_gradients_need_not_be_clipped():
+    identity = build(TrainOptions, {"max_grad_norm": math.inf}).identity()
+    assert identity["max_grad_norm"] == math.inf
 
 
 def test_overrides_on_a_recipe_object_leave_it_alone():

@@ -108,6 +108,13 @@ def test_no_verify_step_is_undefined_not_zero():
     assert pooled["acceptance_length"] is None and pooled["interval"] is None
 
 
+@pytest.mark.parametrize("others", [[], [[]], [[], []]], ids=["alone", "one empty", "two empty"])
+def test_one_conversation_with_verify_steps_gives_no_interval(others):
+    pooled = pool([counts_of(steps, 3) for steps in ([3, 0], *others)], bootstrap=100, seed=0)
+    assert pooled["acceptance_length"] == 2.5
+    assert pooled["interval"] is None and pooled["per_position_intervals"] == [None] * 3
+
+
 def test_intervals_of_positions_are_those_of_the_same_resamples():
     """Against the loop: draw conversations, add up their counts, divide, take percentiles."""
     counts = [counts_of(steps, 3) for steps in ([3, 0, 1], [2, 2, 0, 0], [1], [0, 3, 3, 1, 0])]

@@ -191,9 +191,17 @@ def test_heads_are_the_targets_where_a_llama_can_have_them(values, options, head
     Rotary(config)
 
 
-def test_heads_of_ones_own_that_do_not_divide_the_width_are_refused():
-    with pytest.raises(TrainingError, match=r"4096 is not a multiple of num_attention_heads 96"):
-        config_of(GLM_4_5_AIR, num_attention_heads=96)
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"num_attention_heads": 96}, "4096 is not a multiple of num_attention_heads 96"),
+        ({"head_dim": 65}, "head_dim 65 is odd"),
+    ],
+    ids=str,
+)
+def test_heads_of_ones_own_that_no_draft_can_have_are_refused(options, says):
+    with pytest.raises(TrainingError, match=says):
+        config_of(GLM_4_5_AIR, **options)
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,25 @@ def test_decoding_is_told_for_each_set_and_pooled(target, draft, tmp_path):
         measure()
 
 
+def test_answers_made_for_later_turns_are_no_comparison(target, draft, tmp_path):
+    """The target alone answers all turns but the last, which says nothing of its speed."""
+    found = paceline.evaluate(
+        mode="decode",
+        draft=str(draft),
+        target=str(target.folder),
+        prompts=[write_set(tmp_path / "pairs.jsonl", {"turns": ["red", "blue"]})],
+        num_draft_tokens=[2],
+        max_new_tokens=6,
+        compare_plain=False,
+        dtype="float32",
+        out=str(tmp_path / "out"),
+    )
+    speed = found["speed"]["2"]["1"]
+    assert speed["tokens_per_s"] > 0
+    assert speed["plain_tokens_per_s"] is None and speed["ratio"] is None
+    assert "lossless" not in found
+
+
 def test_mode_chain_asks_no_prompts_and_says_so():
     with pytest.raises(ValueError, match="prompts: modes decode and served ask them"):
         EvaluateOptions(prompts=["questions.jsonl"], store="store")

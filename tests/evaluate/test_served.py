@@ -3,13 +3,24 @@
 The servers here are scripted; real ones are in tests/engines/serving.
 """
 
+import json
+from pathlib import Path
+
 import pytest
+import torch
 
 from paceline.errors import EvaluationError
 from paceline.evaluate.metrics import DraftCounters
 from paceline.evaluate.prompts import Chat, Questions
-from paceline.evaluate.served import Servers, measure_servers
+from paceline.evaluate.served import Servers, measure_served, measure_servers
+from paceline.forms.compact import write_compact
+from paceline.forms.config_json import Serving
+from paceline.forms.source import open_draft
+from paceline.forms.write import write_draft
 from paceline.recipe import EvaluateOptions
+from paceline.target.spec import Target, TargetReference
+from tests.forms.making import change_config, config_for, draft_for
+from tests.targets import save_target
 
 K = 2
 
@@ -159,3 +170,86 @@ def test_without_the_target_alone_there_is_no_comparison():
 def test_a_server_without_a_draft_cannot_be_measured():
     with pytest.raises(EvaluationError, match="http://here/v1 counts no drafts"):
         measured(None, {None: lambda: Scripted(0)}, server="http://here/v1")
+
+
+LAYERS = (2, 4, 7)
+TOP, NESTED = "eagle_aux_hidden_state_layer_ids", "eagle_config"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    return Target(TargetReference(str(save_target(folder, vocab_size=260))))
+
+
+@pytest.fixture(scope="module")
+def draft(target):
+    config = config_for(
+        hidden_size=32, target_hidden_size=32, vocab_size=260, head_dim=8, aux_layers=LAYERS
+    )
+    return draft_for(target, config)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The folder and the config of each draft that vLLM is started with."""
+    found = []
+
+    class Started(Scripted):
+        def __init__(self, arguments, folder, num_draft_tokens, max_new_tokens, end_ids):
+            super().__init__(num_draft_tokens)
+            found.append((folder, json.loads((folder / "config.json").read_text())))
+
+    monkeypatch.setattr("paceline.evaluate.served_vllm.InProcess", Started)
+    monkeypatch.setattr("paceline.evaluate.served_vllm.installed_version", lambda: "0.32.0")
+    return found
+
+
+def serve(target, folder, form=None):
+    """Measure the draft of a folder, on a question of a file beside it."""
+    prompts = folder.parent / "one.jsonl"
+    prompts.write_text(json.dumps({"prompt": "red"}))
+    options = EvaluateOptions(
+        mode="served",
+        prompts=[str(prompts)],
+        num_draft_tokens=[K],
+        compare_plain=False,
+        bootstrap=100,
+    )
+    measure_served(options, open_draft(folder, form), target, torch.float32)
+
+
+def _compact(folder: Path, draft, target):
+    write_compact(folder, draft, target, None, None)
+
+
+def _sglang(folder: Path, draft, target):
+    write_draft(folder, draft, "sglang", target, Serving("float32"))
+
+
+def _unmarked_sglang(folder: Path, draft, target):
+    """As others write it: only the ids that SGLang reads, and nothing that says so."""
+    _sglang(folder, draft, target)
+    change_config(folder, lambda values: [values.pop(name) for name in (TOP, "paceline")])
+
+
+@pytest.mark.parametrize(
+    ("make", "form"),
+    [(_compact, None), (_sglang, None), (_sglang, "sglang"), (_unmarked_sglang, "sglang")],
+)
+def test_what_vllm_would_not_read_as_it_was_meant_is_rewritten(
+    target, draft, started, tmp_path, make, form
+):
+    make(tmp_path / "draft", draft, target)
+    serve(target, tmp_path / "draft", form)
+    ((folder, config),) = started
+    assert folder != tmp_path / "draft"
+    assert config[TOP] == list(LAYERS) and NESTED not in config
+    assert config["paceline"]["form"] == "vllm"
+
+
+@pytest.mark.parametrize("form", ["vllm", "speculators"])
+def test_what_vllm_reads_is_served_as_it_lies_there(target, draft, started, tmp_path, form):
+    write_draft(tmp_path / "draft", draft, form, target, Serving("float32"))
+    serve(target, tmp_path / "draft")
+    assert [folder for folder, _ in started] == [tmp_path / "draft"]

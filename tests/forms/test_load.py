@@ -3,6 +3,7 @@ refused where a server would go wrong without a word. Files are made by hand."""
 
 import json
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from paceline.draft.unroll import Unroll
 from paceline.errors import ExportError, UsageError
 from paceline.forms.config_json import Serving
 from paceline.forms.load import load_exported
-from paceline.forms.source import open_draft
+from paceline.forms.source import DraftSource, open_draft
 from paceline.forms.write import write_draft
 from paceline.target.model import load_embedding
 from tests.draft import oracle
@@ -339,6 +340,7 @@ REFUSED = {
     "biases": ({"attention_bias": True}, {}, "attention_bias is True"),
     "no width": ({"hidden_size": None}, {}, "has no hidden_size"),
     "heads that do not divide": ({"num_key_value_heads": 3}, {}, "not a multiple"),
+    "heads of an odd width": ({"head_dim": 3}, {}, "head_dim 3 is odd"),
 }
 
 
@@ -350,6 +352,34 @@ def test_what_a_server_would_get_wrong_is_refused(kind, target, tmp_path):
     with pytest.raises(ExportError, match=words) as error:
         load_exported(tmp_path, target, torch.float32)
     assert str(tmp_path) in str(error.value)
+
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rope_scaling": {"rope_type": "mrope", "mrope_section": [1, 1]}},
+        {"rope_scaling": {"rope_type": "yarn"}},
+        {"rope_scaling": [1]},
+        {"rope_theta": "10000"},
+        {IDS: ["2", "4", "5"]},
+        {IDS: 3},
+        {"eagle_config": {IDS: ["1", "3", "6"]}},
+        {"eagle_config": ["use_aux_hidden_state"]},
+        {"paceline": "x"},
+        {"num_attention_heads": "4"},
+        {"rms_norm_eps": "1e-5"},
+        {"max_position_embeddings": None},
+    ],
+    ids=str,
+)
+def test_fields_of_a_kind_that_no_draft_has_are_refused(config, target, tmp_path):
+    put(tmp_path, released_config(**config), released_tensors())
+    for read in (DraftSource.load, DraftSource.config):
+        with pytest.raises(ExportError, match=f"^{re.escape(str(tmp_path))}: "):
+            read(open_draft(tmp_path), target)
 
 
 def test_forms_that_say_less_than_their_server_needs(target, tmp_path):

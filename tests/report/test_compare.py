@@ -97,6 +97,12 @@ def test_equal_runs_differ_by_nothing_and_strangers_not_at_all():
     assert paired_difference({"a": (0, 0)}, {"a": (4, 2)}) is None
 
 
+def test_one_shared_conversation_gives_no_paired_difference():
+    ours, theirs = {"a": (4, 1), "b": (3, 3)}, {"a": (4, 2), "c": (3, 3)}
+    assert paired_difference(ours, theirs) is None
+    assert paired_difference(ours, {**theirs, "b": (3, 2)}) is not None
+
+
 def test_equal_ids_of_other_data_are_not_paired(tmp_path):
     """Two data sets whose conversations are called r0, r1, ... alike."""
     extracted(tmp_path / "one")
@@ -124,18 +130,22 @@ def test_equal_ids_of_other_data_are_not_paired(tmp_path):
     assert "Differences to" not in other
 
 
-def test_conversations_that_only_one_run_has_are_told(tiny_run, other_run, tmp_path):
+@pytest.mark.parametrize("alone", [False, True])
+def test_conversations_that_only_one_run_has_are_told(tiny_run, other_run, tmp_path, alone):
     fewer = tmp_path / "fewer"
     shutil.copytree(other_run, fewer, ignore=shutil.ignore_patterns("report"))
     path = fewer / "evaluate" / "conversations.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     names = sorted({row["conversation"] for row in rows})
-    kept = [row for row in rows if row["conversation"] != names[0]]
+    kept = [row for row in rows if (row["conversation"] == names[0]) is alone]
     path.write_text("".join(json.dumps(row) + "\n" for row in kept))
     runs = [str(tiny_run), str(fewer)]
     page = paceline.report(compare=True, runs=runs, out=str(tmp_path / "page"))["page"]
     told = f"share {len(names) - 1} conversations of {len(names) - 1} and {len(names)}"
+    if alone:
+        told = "fewer and run share one conversation, too few for a paired difference"
     assert told in _text(Path(page))
+    assert ("Differences to" in _text(Path(page))) is not alone
 
 
 def test_what_cannot_be_compared_is_refused(tiny_run, other_run, tmp_path):

@@ -206,6 +206,22 @@ def test_measurements_that_found_nothing_are_told_as_such(tiny_run, tmp_path):
     assert "n/a" in render(gather(folder))
 
 
+def test_one_conversation_has_figures_without_intervals(tiny_run, tmp_path):
+    folder = _copy(tiny_run, tmp_path, "evaluate")
+
+    def alone(manifest):
+        for table in (manifest["result"]["results"], *manifest["result"]["baselines"].values()):
+            for found in table.values():
+                for pooled in (found["pooled"], *found["sources"].values()):
+                    unknown = [None] * len(pooled["per_position"])
+                    pooled |= {"interval": None, "per_position_intervals": unknown}
+
+    _edit(folder, "evaluate", alone)
+    page = render(gather(folder))
+    assert "one conversation gives no interval" in _text(page)
+    assert page.count('<svg class="figure"') == 3
+
+
 def test_a_draft_trained_for_one_step_and_without_held_out_data(tiny_run, tmp_path):
     folder = _copy(tiny_run, tmp_path, "train")
     log = folder / "train" / "log.jsonl"

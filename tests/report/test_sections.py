@@ -30,6 +30,12 @@ def _run(tmp_path, measured):
         ((1.1, 1.0, 1.2), (1.9, 1.8, 2.0), (None,), "0.80 below the best baseline (bigram table)"),
         ((None,), (1.3, 1.2, 1.4), (1.6, 1.5, 1.7), ""),
         ((1.6, 1.5, 1.7), (None,), (None,), ""),
+        (
+            (2.0,),
+            (1.3,),
+            (1.6,),
+            "0.40 above the best baseline (prompt lookup); one conversation gives no interval.",
+        ),
     ],
 )
 def test_the_verdict_names_the_best_baseline_and_the_overlap(tmp_path, draft, bigram, lookup, says):

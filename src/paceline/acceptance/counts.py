@@ -159,7 +159,8 @@ def _intervals(
 ) -> list[list[float] | None]:
     """95% percentile intervals of sum(numerator) / sum(steps) for each column of numerators
     [conversations, columns]; the same resamples of conversations serve all columns."""
-    if not steps.sum():
+    # One conversation alone says nothing of how conversations differ.
+    if np.count_nonzero(steps) < 2:
         return [None] * numerators.shape[1]
     generator = np.random.default_rng(seed)
     chosen = generator.integers(0, len(steps), (bootstrap, len(steps)))

@@ -41,12 +41,17 @@ def write_draft(folder: Path, config: DraftConfig, tensors: dict[str, torch.Tens
     write_atomically(folder / WEIGHTS_FILE, save(tensors))
 
 
+def read_draft_config(folder: Path) -> DraftConfig:
+    """The shape of a folder's draft."""
+    return DraftConfig.from_dict(json.loads((folder / CONFIG_FILE).read_text()))
+
+
 def load_draft(folder: Path, target: Target, dtype: torch.dtype = torch.float32) -> Draft:
     """The draft of a folder with the target's embedding, in eval mode.
 
     Raises TrainingError that lists missing and unexpected tensors together.
     """
-    config = DraftConfig.from_dict(json.loads((folder / CONFIG_FILE).read_text()))
+    config = read_draft_config(folder)
     tensors = load_file(folder / WEIGHTS_FILE)
     if config.shares_embedding:
         tensors[_EMBEDDING] = load_embedding(target, dtype)

@@ -72,6 +72,8 @@ class DraftConfig:
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads {self.num_key_value_heads}"
             )
+        if self.head_dim % 2:
+            problems.append(f"head_dim {self.head_dim} is odd: rotary positions turn pairs")
         if self.aux_norm not in AUX_NORMS:
             problems.append(f"aux_norm {self.aux_norm!r} is none of {AUX_NORMS}")
         if self.draft_vocab_size > self.vocab_size:

@@ -66,11 +66,13 @@ class _Decoding:
     def measured(self) -> Measured:
         written = {k: sum(map(len, answers.values())) for k, answers in self._answers.items()}
         rates = {k: tokens / self._seconds[k] for k, tokens in written.items() if tokens}
+        # Without the comparison the target alone has answered no last turn.
+        plain = rates.get(_ALONE) if self._options.compare_plain else None
         requests = {k: zip(*pairs, strict=True) for k, pairs in self._requests.items()}
         result: dict[str, Any] = {
             "results": self._walks.table(self._options),
             "baselines": {},
-            "speed": {str(k): {"1": speed(rates[k], rates.get(_ALONE))} for k in self._lengths},
+            "speed": {str(k): {"1": speed(rates[k], plain)} for k in self._lengths},
             "quotients": {str(k): served_quotients(*pairs) for k, pairs in requests.items()},
         }
         if self._options.compare_plain and not self._options.temperature:

@@ -26,7 +26,7 @@ from paceline.forms.source import DraftSource, open_draft
 from paceline.recipe import EvaluateOptions
 from paceline.side_files import describe_side_files
 from paceline.store.remote import finished_manifest
-from paceline.target.spec import open_target
+from paceline.target.spec import Target, open_target
 
 RESULT_FILE, CONVERSATIONS_FILE, ANSWERS_FILE = (
     "result.json",
@@ -44,8 +44,10 @@ def run(options: EvaluateOptions) -> dict[str, Any]:
     _check(options)
     drafted_by = open_draft(options.draft, options.draft_form) if options.draft else None
     target = open_target(options, _recorded_target(options, drafted_by))
+    if drafted_by is not None:
+        drafted_by.check_target(target)
     inputs = {
-        "answers": _describe_answers(options),
+        "answers": _describe_answers(options, target),
         "target": target.describe_input(),
     }
     if drafted_by is not None:
@@ -109,16 +111,24 @@ def _recorded_target(
     options: EvaluateOptions, drafted_by: DraftSource | None
 ) -> dict[str, Any] | None:
     """The target that the inputs' manifests name."""
-    if drafted_by is not None:
-        return drafted_by.recorded_target
+    if drafted_by is not None and (recorded := drafted_by.recorded_target) is not None:
+        return recorded
+    if options.mode == "chain":
+        return finished_manifest(options.store).result["target"]
     if options.data and not options.prompts:
         return load_finished(options.data, "prepare").result["target"]
     return None
 
 
-def _describe_answers(options: EvaluateOptions) -> dict[str, Any]:
+def _describe_answers(options: EvaluateOptions, target: Target) -> dict[str, Any]:
     if options.mode == "chain":
         return describe_input(options.store, finished_manifest(options.store))
+    if not options.prompts:
+        target.check_made_by(
+            load_finished(options.data, "prepare").inputs["target"]["fingerprint"],
+            f"{options.data} was prepared for",
+            "Run `paceline prepare` with this target.",
+        )
     return describe_questions(options)
 
 

@@ -18,7 +18,7 @@ from paceline.evaluate.serving import Served, Server, ask, speed
 from paceline.evaluate.walks import Measured, Walks
 from paceline.forms.carry import FORMS, check_carried
 from paceline.forms.config_json import Serving
-from paceline.forms.names import VLLM
+from paceline.forms.names import SGLANG, VLLM
 from paceline.forms.source import DraftSource
 from paceline.forms.write import write_draft
 from paceline.recipe import EvaluateOptions
@@ -79,7 +79,8 @@ def _started(
     draft = source.load(target)
     check_carried(FORMS[VLLM], draft.config, target.num_layers, _release(installed_version()))
     folder = source.folder
-    if source.trained is not None:
+    # A compact draft is no checkpoint, and vLLM reads SGLang's layer ids as its own.
+    if source.trained is not None or source.compact or source.form == SGLANG:
         folder = scratch / VLLM
         in_parts = options.engine_options.get("pipeline_parallel_size", 1) > 1
         serving = Serving(dtype_name(dtype), copies_embedding=in_parts)

@@ -98,6 +98,14 @@ def recorded_target(folder: Path) -> dict[str, Any]:
     return {k: v for k, v in read_compact(folder)["target"].items() if k != "fingerprint"}
 
 
+def read_compact_config(folder: Path) -> DraftConfig:
+    """The shape of a compact draft."""
+    try:
+        return DraftConfig.from_dict(read_compact(folder)["draft"])
+    except (KeyError, TypeError, TrainingError) as error:
+        raise ExportError(f"{folder / COMPACT_FILE}: {error!r}") from error
+
+
 def load_compact(folder: Path, target: Target, dtype: torch.dtype) -> Draft:
     """The draft with the target's embedding (and head, where it has none), in eval mode.
 

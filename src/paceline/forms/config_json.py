@@ -142,7 +142,8 @@ def form_of(values: Mapping[str, Any]) -> str | None:
     """The form that a config is in; None where it does not say which server it is for."""
     if values.get("speculators_model_type"):
         return SPECULATORS
-    return (values.get(MARK) or {}).get("form")
+    mark = values.get(MARK)
+    return mark.get("form") if isinstance(mark, Mapping) else None
 
 
 def read_config(values: Mapping[str, Any], form: str | None, target: Target) -> DraftConfig:

@@ -4,6 +4,8 @@
 
 import json
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,13 @@ from safetensors.torch import load_file
 from paceline.draft.checkpoint import build_draft
 from paceline.draft.config import DraftConfig
 from paceline.draft.model import Draft
-from paceline.errors import ExportError, LayerError, TrainingError, VocabularyError
+from paceline.errors import (
+    ExportError,
+    LayerError,
+    PacelineError,
+    TrainingError,
+    VocabularyError,
+)
 from paceline.forms.config_json import MARK, SHARED, form_of, read_config
 from paceline.forms.names import FORM_NAMES, VLLM, from_form, is_ignored, to_form
 from paceline.target.model import load_embedding
@@ -39,17 +47,52 @@ def load_exported(
     not the target's, rotary parameters that were lost, layer ids that two servers read differently.
     """
     folder = Path(folder)
-    values = read_json(folder)
-    form = form or form_of(values)
-    if form is not None and form not in FORM_NAMES:
-        raise ExportError(f"{folder}: form {form!r} is none of {', '.join(FORM_NAMES)}")
-    try:
-        config = read_config(values, form, target)
+    values, form = _described(folder, form)
+    config = _config(folder, values, form, target)
+    with _naming(folder):
         tensors = _own_names(read_tensors(folder), config, form or VLLM)
         _check_embedding_mark(values, _EMBEDDING in tensors)
         tensors |= _vocabulary(tensors, config)
         tensors[_EMBEDDING] = _embedding(tensors.get(_EMBEDDING), config, target, dtype)
         return build_draft(config, tensors, dtype, "its tensors")
+
+
+def read_exported_config(
+    folder: str | Path, target: Target, form: str | None = None
+) -> DraftConfig:
+    """The shape of a server's checkpoint; see load_exported. Raises ExportError."""
+    folder = Path(folder)
+    return _config(folder, *_described(folder, form), target)
+
+
+def _config(folder: Path, values: dict[str, Any], form: str | None, target: Target) -> DraftConfig:
+    with _naming(folder):
+        try:
+            return read_config(values, form, target)
+        except PacelineError:
+            raise
+        except Exception as error:  # anything may stand in the JSON of others
+            raise ExportError(
+                f"{CONFIG_FILE} has a field of a kind that no draft has ({error!r})"
+            ) from error
+
+
+def _described(folder: Path, form: str | None) -> tuple[dict[str, Any], str | None]:
+    """A checkpoint's config and which server's it is: as given, else as it says."""
+    values = read_json(folder)
+    if not isinstance(values.get(MARK) or {}, dict):
+        raise ExportError(f"{folder}: {MARK} in {CONFIG_FILE} is no mapping")
+    form = form or form_of(values)
+    if form is not None and form not in FORM_NAMES:
+        raise ExportError(f"{folder}: form {form!r} is none of {', '.join(FORM_NAMES)}")
+    return values, form
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """What does not fit is told with the checkpoint's folder."""
+    try:
+        yield
     except (ExportError, LayerError, TrainingError, VocabularyError) as error:
         raise ExportError(f"{folder}: {error}") from error
 

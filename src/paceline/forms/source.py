@@ -9,25 +9,30 @@ import torch
 from paceline import fingerprint
 from paceline.artefact import Manifest, describe_input, load_finished
 from paceline.contracts import MANIFEST_NAME
-from paceline.draft.checkpoint import load_draft
+from paceline.draft.checkpoint import load_draft, read_draft_config
+from paceline.draft.config import DraftConfig
 from paceline.draft.model import Draft
 from paceline.errors import UsageError
 from paceline.forms.compact import (
     COMPACT_FILE,
     COMPACT_WEIGHTS_FILE,
     load_compact,
+    read_compact_config,
     recorded_target,
     trained_manifest,
 )
-from paceline.forms.load import CONFIG_FILE, load_exported
+from paceline.forms.config_json import form_of
+from paceline.forms.load import CONFIG_FILE, load_exported, read_exported_config, read_json
+from paceline.forms.names import FORM_NAMES
+from paceline.target.resolve import resolve_draft
 from paceline.target.spec import Target
 
 
 @dataclass(frozen=True)
 class DraftSource:
     """Where a draft is. trained: the manifest of the `train` that made it; None for a server's
-    checkpoint, made here or elsewhere. form: which server's it is; None: as its config says.
-    compact: its weights are kept in 8 bits, away from that folder."""
+    checkpoint, made here or elsewhere. form: which server's that is, as given or as its config
+    says; None: neither does. compact: its weights are kept in 8 bits, away from that folder."""
 
     folder: Path
     trained: Manifest | None
@@ -63,6 +68,14 @@ class DraftSource:
             self.trained.inputs["target"]["fingerprint"], f"{self.folder} was trained on"
         )
 
+    def config(self, target: Target) -> DraftConfig:
+        """The draft's shape, without reading its weights."""
+        if self.compact:
+            return read_compact_config(self.folder)
+        if self.trained is not None:
+            return read_draft_config(self.folder)
+        return read_exported_config(self.folder, target, self.form)
+
     def load(self, target: Target, dtype: torch.dtype = torch.float32) -> Draft:
         """The draft with the target's embedding, in eval mode."""
         if self.compact:
@@ -73,18 +86,32 @@ class DraftSource:
 
 
 def open_draft(folder: str | Path, form: str | None = None) -> DraftSource:
-    """The draft of a finished `train` folder, a compact one, or of a server's checkpoint.
+    """The draft of a finished `train` folder, a compact one, or a server's checkpoint. It may be on
+    the Hugging Face Hub.
 
-    Raises UsageError where the folder is none of them.
+    Raises UsageError where the folder is none of them, TargetError where an id cannot be fetched,
+    ExportError for a config that is not JSON.
     """
-    folder = Path(folder)
+    folder = resolve_draft(str(folder))
     if (folder / COMPACT_FILE).is_file():
         return DraftSource(folder, trained_manifest(folder), compact=True)
     if (folder / MANIFEST_NAME).is_file():
+        _refuse_exports(folder)
         return DraftSource(folder, load_finished(folder, "train"))
     if (folder / CONFIG_FILE).is_file():
-        return DraftSource(folder, None, form)
+        return DraftSource(folder, None, form or form_of(read_json(folder)))
+    hint = f"; {folder / 'train'} does" if (folder / "train" / MANIFEST_NAME).is_file() else ""
     raise UsageError(
         f"{folder} holds no draft: neither {MANIFEST_NAME} (of `paceline train`) nor {CONFIG_FILE} "
-        "(of a checkpoint for a server)"
+        f"(of a checkpoint for a server){hint}"
     )
+
+
+def _refuse_exports(folder: Path) -> None:
+    """What `export` wrote is a folder for each server."""
+    forms = [folder / name for name in FORM_NAMES if (folder / name / CONFIG_FILE).is_file()]
+    if forms:
+        raise UsageError(
+            f"{folder} was made by `paceline export` and holds a draft for each server: name one, "
+            f"such as {forms[0]}"
+        )

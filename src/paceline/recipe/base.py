@@ -1,14 +1,23 @@
 """What all option groups share, and how problems with options are told."""
 
 import difflib
+import os
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from paceline.contracts import Overwrite
 from paceline.errors import UsageError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -34,7 +43,20 @@ def opt(
 class Options(BaseModel):
     """Base of all option groups: unknown names are errors, documentation is on the field."""
 
-    model_config = ConfigDict(extra="forbid", validate_default=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        validate_default=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _paths_are_text(cls, values: Any) -> Any:
+        """In Python a file is often a Path; options keep its name."""
+        if not isinstance(values, dict):
+            return values
+        return {name: _as_text(value) for name, value in values.items()}
 
     def identity(self) -> dict[str, Any]:
         """The options that shape the result, as JSON can say them."""
@@ -44,6 +66,12 @@ class Options(BaseModel):
             if (info.json_schema_extra or {}).get("identity", True)
         }
         return self.model_dump(mode="json", include=shaping)
+
+
+def _as_text(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_as_text(item) for item in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def positional_options(model: type[Options]) -> list[str]:

@@ -5,6 +5,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from paceline.recipe.base import (
+    Beta,
     CacheOptions,
     Dtype,
     Options,
@@ -83,8 +84,9 @@ class TrainOptions(StageOptions, TargetOptions, CacheOptions):
     )
     train_head: bool = opt(
         True,
-        "Train the draft's head too; false: it stays the target's own rows, so that it costs no "
-        "gradient, no bytes in a compact file, and a large draft vocabulary is cheap.",
+        "Train the draft's head too; false: it stays as it is, the target's own rows (or those of "
+        "`start_from`), so that it costs no gradient; the target's cost no bytes in a compact file "
+        "either, and a large draft vocabulary is cheap.",
     )
     ttt_steps: int = opt(3, "Training-time-test steps.", ge=1)
     ttt_warmup: float = opt(
@@ -126,9 +128,9 @@ class TrainOptions(StageOptions, TargetOptions, CacheOptions):
         "adamw, or muon for the matrices of fusion and layers (its steps are scaled to the size of "
         "AdamW's) with adamw for the head and the gains.",
     )
-    betas: tuple[float, float] = opt((0.9, 0.95), "AdamW betas.")
+    betas: tuple[Beta, Beta] = opt((0.9, 0.95), "AdamW betas.")
     weight_decay: float = opt(0.0, "Weight decay of matrices.", ge=0)
-    max_grad_norm: float = opt(1.0, "Gradients are clipped to this norm.", gt=0)
+    max_grad_norm: float = opt(1.0, "Gradients are clipped to this norm.", gt=0, allow_inf_nan=True)
     state_noise: float = opt(
         0.0,
         "Uniform noise on the auxiliary states in training, at most this share of a state's root "
@@ -137,7 +139,7 @@ class TrainOptions(StageOptions, TargetOptions, CacheOptions):
         lt=1,
     )
     seed: int = opt(0, "Seed of weights, data order and noise.")
-    dtype: Dtype = opt(
+    dtype: Literal["auto", "float32", "bfloat16"] = opt(
         "auto",
         "Dtype of the arithmetic; weights are kept in float32. auto: bfloat16 on a GPU, the faster "
         "of float32 and bfloat16 on a CPU.",

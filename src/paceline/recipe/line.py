@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from paceline.errors import UsageError
 from paceline.recipe.base import CacheOptions, Options, Share, build, opt
@@ -43,6 +43,15 @@ class Recipe(Options):
     export: ExportOptions = Field(default_factory=ExportOptions)
     report: ReportOptions = Field(default_factory=ReportOptions)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_groups(cls, values: Any) -> Any:
+        """YAML says null where a group's name stands with nothing below it."""
+        if not isinstance(values, dict):
+            return values
+        is_group = lambda name: name in STAGES and name != "generate"
+        return {k: v for k, v in values.items() if v is not None or not is_group(k)}
+
 
 class RecipeOptions(Options):
     """A recipe and what is to differ from it."""
@@ -51,6 +60,12 @@ class RecipeOptions(Options):
     overrides: list[str] = opt(
         [], "Changes to the recipe, such as `train.epochs=2`.", positional=True
     )
+
+    @field_validator("recipe", mode="before")
+    @classmethod
+    def _of_python(cls, value: Any) -> Any:
+        """Built here, its problems are told by its own names."""
+        return build(Recipe, value, where="recipe") if isinstance(value, dict) else value
 
 
 class RunOptions(RecipeOptions):

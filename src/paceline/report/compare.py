@@ -94,13 +94,14 @@ def paired_difference(
     ours: dict[_Conversation, tuple[int, int]], theirs: dict[_Conversation, tuple[int, int]]
 ) -> tuple[float, float, float] | None:
     """(theirs - ours, and its 95% interval) in acceptance length, over the conversations that both
-    have; each resample takes the same conversations of both. None where none is shared.
+    have; each resample takes the same conversations of both. None where they share fewer than two:
+    one says nothing of how conversations differ.
 
     ours, theirs: conversation -> (verify steps, accepted draft tokens).
     """
     shared = sorted(ours.keys() & theirs.keys())
     counts = np.array([[ours[c], theirs[c]] for c in shared], float).reshape(-1, 2, 2)
-    if not counts[:, :, 0].sum(0).all():
+    if len(shared) < 2 or not counts[:, :, 0].sum(0).all():
         return None
     generator = np.random.default_rng(_SEED)
     chosen = generator.integers(0, len(shared), (_RESAMPLES, len(shared)))
@@ -172,6 +173,8 @@ def _unpaired(names: list[str], records: Sequence[RunRecord], length: str) -> It
                 f"{name} was not measured on the conversations of {names[0]}: their lengths differ "
                 "by the data too, and no paired difference can be given."
             )
+        elif shared == 1:
+            yield f"{name} and {names[0]} share one conversation, too few for a paired difference."
         elif shared < max(len(ours), len(theirs)):
             yield (
                 f"{name} and {names[0]} share {shared:,} conversations of {len(theirs):,} and "

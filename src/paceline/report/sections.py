@@ -87,13 +87,13 @@ def verdict(run: RunRecord) -> str:
         return ""
     name, best = max(known.items(), key=lambda item: item[1]["acceptance_length"])
     difference = draft["acceptance_length"] - best["acceptance_length"]
-    apart = draft["interval"][0] > best["interval"][1] or draft["interval"][1] < best["interval"][0]
     word = "above" if difference >= 0 else "below"
+    told = f"At K = {k} the draft is {abs(difference):.2f} {word} the best baseline ({name})"
+    if not (draft["interval"] and best["interval"]):
+        return f"{told}; one conversation gives no interval."
+    apart = draft["interval"][0] > best["interval"][1] or draft["interval"][1] < best["interval"][0]
     intervals = "do not overlap" if apart else "overlap"
-    return (
-        f"At K = {k} the draft is {abs(difference):.2f} {word} the best baseline ({name}); their "
-        f"95% intervals {intervals}."
-    )
+    return f"{told}; their 95% intervals {intervals}."
 
 
 def measured_on(measured: dict[str, Any]) -> str:

@@ -37,9 +37,23 @@ def resolve(reference: str, revision: str | None = None, with_weights: bool = Tr
         if not (path / "config.json").is_file():
             raise TargetError(f"{path} has no config.json: it is not a Hugging Face model folder")
         return path.resolve()
-    if reference.startswith((_PACKAGE_PREFIX, ".", "/", "~")) or reference.count("/") != 1:
+    if not _may_be_hub_id(reference):
         raise TargetError(f"target {reference!r}: no such folder or .gguf file")
-    return _from_hub(reference, revision, with_weights)
+    return _from_hub("target", reference, revision, with_weights)
+
+
+def resolve_draft(reference: str) -> Path:
+    """The folder of a draft: as named, or fetched where it is none here and may be a Hugging Face
+    id. Raises TargetError where it cannot be fetched."""
+    path = Path(reference).expanduser()
+    if path.exists() or not _may_be_hub_id(reference):
+        return path
+    return _from_hub("draft", reference)
+
+
+def _may_be_hub_id(reference: str) -> bool:
+    is_path = reference.startswith((_PACKAGE_PREFIX, ".", "/", "~"))
+    return not is_path and reference.count("/") == 1
 
 
 def converted_from(folder: Path) -> str | None:
@@ -62,7 +76,9 @@ def _inside_package(reference: str) -> Path:
     return path
 
 
-def _from_hub(model_id: str, revision: str | None, with_weights: bool) -> Path:
+def _from_hub(
+    what: str, model_id: str, revision: str | None = None, with_weights: bool = True
+) -> Path:
     from huggingface_hub import snapshot_download
 
     skipped = ["*.pth", "*.gguf", "original/*", "*.msgpack", "*.h5"]
@@ -72,7 +88,7 @@ def _from_hub(model_id: str, revision: str | None, with_weights: bool) -> Path:
         return Path(snapshot_download(model_id, revision=revision, ignore_patterns=skipped))
     except Exception as error:  # the hub client has no common base class for its errors
         raise TargetError(
-            f"target {model_id!r} is no local folder and could not be fetched from the Hub: {error}"
+            f"{what} {model_id!r} is no local folder and could not be fetched from the Hub: {error}"
         ) from error
 
 
