@@ -145,7 +145,7 @@ def train_all(
     for name in options.drafts:
         init, temperature = name.split("-")
         given = setup.config, setup.vocabulary, setup.target, scale, seed
-        own = new_draft(*given, from_target=init == "target", head_from_target=True)
+        own = new_draft(*given, from_target=init == "target")
         trainers.append(OwnTrainer(name, setup, own, float(temperature)))
     groups = [
         group

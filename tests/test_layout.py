@@ -13,7 +13,7 @@ import paceline
 ROOT = Path(paceline.__file__).parent
 STAGES = {"prepare", "extract", "align", "train", "evaluate", "export", "report"}
 # What stands above the stages and may use all of them.
-ABOVE = {"run", "inspect", "exchange", "codec_report", "plan", "doctor", "watch", "cli"}
+ABOVE = {"run", "ahead", "inspect", "exchange", "codec_report", "plan", "doctor", "watch", "cli"}
 ABOVE |= {"__init__", "__main__"}
 FOUNDATION = {"errors", "contracts", "fingerprint", "recipe", "artefact", "progress", "verbs"}
 

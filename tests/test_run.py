@@ -2,15 +2,23 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 import paceline
+from paceline.ahead import look_ahead
 from paceline.artefact import load_manifest
-from paceline.errors import FingerprintMismatch, TrainingError, UsageError
+from paceline.errors import (
+    ExportError,
+    FingerprintMismatch,
+    LayerError,
+    TrainingError,
+    UsageError,
+)
 from paceline.recipe import Recipe, build, load_recipe
-from paceline.run import StageTimes, _make_plan, plan_stages
+from paceline.run import StageTimes, plan_stages
 from tests.tiny_line import write_recipe
 
 ALL = ["generate", "prepare", "align", "extract", "train", "evaluate", "export", "report"]
@@ -159,27 +167,81 @@ def test_starting_over_from_a_stage_that_is_not_there_is_refused(tmp_path):
 
 def test_a_failing_stage_keeps_those_before_it_and_the_time(tmp_path):
     recipe = write_recipe(tmp_path)
-    bad = ["extract.layers=[1, 99, 3]"]
-    with pytest.raises(paceline.errors.LayerError, match="99"):
-        paceline.run(str(recipe), bad)
+    with pytest.raises(UsageError, match="cuda:7"):
+        paceline.run(str(recipe), ["extract.device=cuda:7"])
     assert load_manifest(tmp_path / "run" / "prepare").status == "complete"
     stages = json.loads((tmp_path / "run" / "run.json").read_text())["stages"]
     assert stages["prepare"]["seconds"] > 0
 
 
-def test_a_draft_that_cannot_be_made_stops_the_run_before_its_first_stage(tmp_path):
-    recipe = write_recipe(tmp_path)
-    with pytest.raises(TrainingError, match="32 is not a multiple of num_attention_heads 5"):
-        paceline.run(str(recipe), ["train.draft.num_attention_heads=5"])
-    assert list((tmp_path / "run").iterdir()) == []
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        (["extract.layers=[1, 99, 3]"], LayerError, "99"),
+        (
+            ["train.draft.num_attention_heads=5"],
+            TrainingError,
+            "32 is not a multiple of num_attention_heads 5",
+        ),
+        (
+            ["train.draft.hidden_size=64", "train.train_head=false"],
+            TrainingError,
+            "train_head false keeps the target's head of width 32",
+        ),
+        (["train.trackers=[wandb]"], UsageError, "wandb is not installed"),
+        (["train.start_from=./nowhere"], UsageError, "nowhere holds no draft"),
+        (["train.start_from={run}/train"], UsageError, "choose another `out`"),
+        (
+            ["train.start_from={tiny}/train", "extract.layers=[1, 4, 6]"],
+            FingerprintMismatch,
+            r"reads the layers \[2, 4, 5\], the states are those of \[1, 4, 6\]",
+        ),
+        (["evaluate.beside=./nowhere"], UsageError, "nowhere holds no draft"),
+        (
+            ["evaluate.mode=decode", "evaluate.prompts=[nowhere.jsonl]"],
+            UsageError,
+            "nowhere.jsonl",
+        ),
+        (["evaluate.mode=served"], UsageError, "evaluate: vLLM is not installed"),
+        (["export.server_version={vllm: 0.20.0}"], ExportError, "vLLM 0.20.0 cannot carry"),
+        (
+            ["export.server=[sglang]", "extract.layers=[1, 4, 6]"],
+            ExportError,
+            "SGLang carries no draft with layer_list",
+        ),
+    ],
+)
+def test_what_a_late_stage_would_refuse_stops_the_run_before_its_first(
+    tiny_run, tmp_path, monkeypatch, changes, error, words
+):
+    for package in ("vllm", "wandb"):
+        monkeypatch.setitem(sys.modules, package, None)
+    recipe = write_recipe(tmp_path, tiny_run.parent / "target")
+    own = tmp_path / "run" / "train"
+    own.mkdir(parents=True)
+    changes = [
+        c.replace("{tiny}", str(tiny_run)).replace("{run}", str(own.parent)) for c in changes
+    ]
+    with pytest.raises(error, match=words):
+        paceline.run(str(recipe), changes)
+    assert list(own.parent.rglob("*")) == [own]
 
 
-def test_the_shape_of_a_draft_that_is_trained_further_is_its_own(tmp_path, caplog):
-    changes = ["train.draft.num_attention_heads=5", "train.start_from=theirs"]
-    recipe = load_recipe(write_recipe(tmp_path), changes)
-    _make_plan(recipe, plan_stages(recipe), tmp_path / "plan.json")
-    assert "no plan was made: draft: hidden_size 32 is not a multiple" in caplog.text
-    assert not (tmp_path / "plan.json").exists()
+def test_a_run_that_has_begun_looks_ahead_too(tiny_run, tmp_path):
+    run = tmp_path / "run"
+    for stage in ("generate", "prepare"):
+        shutil.copytree(tiny_run / stage, run / stage)
+    recipe = str(tiny_run.parent / "recipe.yaml")
+    with pytest.raises(TrainingError, match="num_attention_heads 5"):
+        paceline.run(recipe, [f"run_dir={run}", "train.draft.num_attention_heads=5"])
+    assert not (run / "extract").exists()
+
+
+def test_a_training_of_its_own_store_is_not_held_against_the_recipes_layers(tmp_path):
+    recipe = load_recipe(
+        write_recipe(tmp_path), ["train.store=elsewhere", "extract.layers=[1, 99, 3]"]
+    )
+    look_ahead(recipe, plan_stages(recipe), {"train"})
 
 
 def _manifest(folder, created, status="running", finished=None):

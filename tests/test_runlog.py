@@ -23,6 +23,13 @@ def test_the_last_word_on_a_step_counts(tmp_path):
     assert [r["step"] for r in log.heldout] == [20]
 
 
+def test_steps_that_a_resumed_run_has_yet_to_make_again_are_not_there(tmp_path):
+    steps = (0, 10, 20, 30, 38, 20, 22)
+    _write(tmp_path, *({"step": step, "loss": number} for number, step in enumerate(steps)))
+    log = read_log(tmp_path)
+    assert [(r["step"], r["loss"]) for r in log.train] == [(0, 0), (10, 1), (20, 5), (22, 6)]
+
+
 def test_a_line_that_is_being_written_does_not_count(tmp_path):
     _write(tmp_path, {"step": 0, "loss": 1.0}, '{"step": 1, "lo', end="")
     assert [r["step"] for r in read_log(tmp_path).train] == [0]

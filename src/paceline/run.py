@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.artefact import COMPLETE, load_manifest, write_json
 from paceline.contracts import MANIFEST_NAME
-from paceline.errors import FingerprintMismatch, PacelineError, TrainingError, UsageError
+from paceline.errors import FingerprintMismatch, PacelineError, UsageError
 from paceline.recipe import ExtractOptions, PlanOptions, Recipe, RunOptions, StageOptions
 from paceline.stages import PLAN_FILE, TIMES_FILE, plan_stages, read_kept, recipe_of
 from paceline.store import run_pair
@@ -38,6 +38,7 @@ def run(options: RunOptions) -> dict[str, Any]:
     recipe = recipe_of(options)
     planned = _overwriting(plan_stages(recipe), options.overwrite_from)
     folder = Path(recipe.run_dir)
+    _look_ahead(recipe, planned)
     folder.mkdir(parents=True, exist_ok=True)
     plan_path = folder / PLAN_FILE
     if not _is_plan_of(recipe, plan_path):
@@ -117,6 +118,16 @@ def _streamed(options: ExtractOptions) -> ExtractOptions:
     return options.model_copy(update={"stream_bytes": room})
 
 
+def _look_ahead(recipe: Recipe, planned: dict[str, StageOptions]) -> None:
+    """Refuse what late stages would, before the first one begins."""
+    to_come = {
+        name
+        for name, options in planned.items()
+        if options.overwrite or _state(options.out)[1] != COMPLETE
+    }
+    importlib.import_module("paceline.ahead").look_ahead(recipe, planned, to_come)
+
+
 def _is_plan_of(recipe: Recipe, path: Path) -> bool:
     plan = read_kept(path, "recipe")
     return plan is not None and plan["recipe"] == recipe.model_dump(mode="json", exclude_unset=True)
@@ -124,20 +135,13 @@ def _is_plan_of(recipe: Recipe, path: Path) -> bool:
 
 def _make_plan(recipe: Recipe, planned: dict[str, StageOptions], path: Path) -> None:
     """A plan of this recipe beside the stages, so that the page can hold it against what came
-    (`paceline plan --measure` makes a better one). Nothing is foretold of a run that has begun.
-
-    Raises TrainingError where no draft can be made for the target: `train` would say so too, but
-    after the stages that cost most.
-    """
+    (`paceline plan --measure` makes a better one). Nothing is foretold of a run that has begun."""
     if any((Path(options.out) / MANIFEST_NAME).is_file() for options in planned.values()):
         return
     try:
         plan = importlib.import_module("paceline.plan")
         made = plan.VERB[1](PlanOptions(recipe=recipe, out=str(path)))
     except PacelineError as error:
-        # A draft that is trained further brings its own shape.
-        if isinstance(error, TrainingError) and not recipe.train.start_from:
-            raise
         logger.warning("run: no plan was made: %s", error)
         return
     gigabytes, minutes = made["total"]["bytes"] / 1e9, made["total"]["seconds"] / 60

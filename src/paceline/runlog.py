@@ -71,7 +71,14 @@ def read_log(folder: str | Path) -> TrainingLog:
             break  # cut off by a kill, or being written now
         try:
             record = json.loads(line)
-            (heldout if "heldout" in record else train)[record["step"]] = record
+            step = record["step"]
+            if "heldout" in record:
+                heldout[step] = record
+                continue
+            if train and step <= next(reversed(train)):
+                # A run that goes on from a checkpoint makes all later steps again.
+                train = {s: r for s, r in train.items() if s < step}
+            train[step] = record
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path}, line {number}: not a log record: {error}") from error
     return TrainingLog([train[s] for s in sorted(train)], [heldout[s] for s in sorted(heldout)])

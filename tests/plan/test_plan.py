@@ -76,6 +76,22 @@ def test_checkpoints_are_as_large_as_planned(tmp_path, optimiser):
     assert planned["bytes"] == pytest.approx(whole, rel=0.02, abs=12_000)
 
 
+def test_a_draft_that_is_trained_further_is_as_large_as_it_was(tmp_path):
+    """Whatever the options of new drafts say."""
+    extracted(tmp_path)
+    paceline.align(
+        data=str(tmp_path / "prepare"), out=str(tmp_path / "large"), draft_vocab_size=160
+    )
+    draft = {"num_layers": 2, "intermediate_size": 96}
+    trained(tmp_path, "earlier", vocab=str(tmp_path / "large"), draft=draft)
+    options = {"start_from": str(tmp_path / "earlier"), "checkpoint_every": 3}
+    trained(tmp_path, "later", vocab="", **options)
+    train = {"dtype": "float32", "max_steps": 8, "batch_rows": 60, **options}
+    planned = paceline.plan(_recipe(tmp_path, train=train), flops=1e12)["stages"]["train"]
+    whole = _bytes_in(tmp_path / "later") - 2 * 10_000
+    assert planned["bytes"] == pytest.approx(whole, rel=0.02, abs=12_000)
+
+
 def test_a_stream_needs_the_room_of_its_budget(tmp_path):
     save_target(tmp_path / "target")
     write_rows(tmp_path / "rows.jsonl", 30)

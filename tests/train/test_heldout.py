@@ -211,6 +211,14 @@ def test_the_best_draft_needs_held_out_data(tmp_path):
         trained(tmp_path, max_steps=2, eval_every=1, load_best_model_at_end=True)
 
 
+def test_the_best_draft_needs_an_acceptance_length(tmp_path):
+    extracted(tmp_path)
+    options = {"max_steps": 4, "eval_every": 2, "eval_draft_tokens": 100}
+    assert trained(tmp_path, "last", **options)["best"] is None
+    with pytest.raises(TrainingError, match=r"eval_draft_tokens \(100\) tokens on record"):
+        trained(tmp_path, load_best_model_at_end=True, **options)
+
+
 def test_the_best_draft_needs_looks():
     with pytest.raises(UsageError, match="load_best_model_at_end: set eval_every"):
         paceline.train(store="s", vocab="v", out="o", load_best_model_at_end=True)

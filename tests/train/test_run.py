@@ -118,6 +118,12 @@ def test_answers_longer_than_a_step_end_no_run_early(line, tmp_path, caplog, len
     assert "ended after" not in caplog.text
 
 
+@pytest.mark.parametrize(("warmup_steps", "is_told"), [(8, True), (7, False), (0.9, False)])
+def test_a_warm_up_that_lasts_to_the_end_is_told(line, tmp_path, caplog, warmup_steps, is_told):
+    trained(line, str(tmp_path / "run"), max_steps=8, warmup_steps=warmup_steps)
+    assert ("the learning rate never reaches 0.002" in caplog.text) == is_told
+
+
 def test_other_options_for_a_finished_folder_are_refused_by_name(line, tmp_path):
     trained(line, str(tmp_path / "run"))
     with pytest.raises(FingerprintMismatch, match=r"learning_rate: was 0.002, now 0.01"):

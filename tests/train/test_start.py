@@ -52,7 +52,7 @@ def started(folder, aux_rms=(1.0, 1.0, 1.0), from_target=True, **options):
     target = Target(TargetReference(str(folder)))
     config = draft_config(DraftOptions(**options), target.text_config, (2, 4, 5), 260)
     vocabulary = DraftVocabulary.from_selected(np.arange(260), target.vocab_size)
-    draft = new_draft(config, vocabulary, target, torch.tensor(aux_rms), 0, from_target, False)
+    draft = new_draft(config, vocabulary, target, torch.tensor(aux_rms), 0, from_target)
     return draft, load_file(folder / "model.safetensors")
 
 

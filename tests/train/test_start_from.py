@@ -1,5 +1,7 @@
 """Training goes on from a draft: paceline's own, or a server's checkpoint."""
 
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -70,6 +72,23 @@ def test_a_draft_made_elsewhere_learns(tiny_run, tmp_path):
     assert last["heldout"]["loss"] < 0.8 * first["heldout"]["loss"]
     result = paceline.export(draft=str(tmp_path / "b"), out=str(tmp_path / "c"), dtype="float32")
     assert result["forms"]["vllm"]["replay"]["relative_error"] == 0.0
+
+
+@pytest.mark.parametrize("inside", ["", "best"])
+def test_a_draft_is_not_trained_over_itself(tiny_run, tmp_path, inside):
+    """Starting over would empty the folder that the draft lies in."""
+    out = tmp_path / "train"
+    shutil.copytree(tiny_run / "train", out)
+    before = sorted(path for path in out.rglob("*"))
+    for overwrite in (False, True):
+        with pytest.raises(UsageError, match="the input `start_from` of this work"):
+            paceline.train(
+                store=str(tiny_run / "extract"),
+                start_from=str(out / inside),
+                out=str(out),
+                overwrite=overwrite,
+            )
+    assert sorted(path for path in out.rglob("*")) == before
 
 
 def test_a_draft_that_reads_other_layers_is_refused(tiny_run, tmp_path):

@@ -75,7 +75,7 @@ def test_figures_are_named_by_their_places():
 
 
 def test_a_tracker_that_is_not_installed(tmp_path, monkeypatch):
-    extracted(tmp_path)
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UsageError, match=r"pip install 'paceline\[wandb\]'"):
         trained(tmp_path, trackers=["wandb"])
+    assert not (tmp_path / "draft").exists()

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from paceline.ahead import shape_of_draft
 from paceline.artefact import write_json
-from paceline.contracts import HELDOUT_SPLIT, TRAIN_SPLIT
+from paceline.contracts import HELDOUT_SPLIT, TRAIN_SPLIT, LayerPlan
 from paceline.device import (
     choose_device,
     choose_dtype,
@@ -23,6 +24,7 @@ from paceline.plan.measure import measure, measure_answers
 from paceline.plan.memory import Memory, extract_memory, process_memory, train_memory
 from paceline.plan.shape import TargetShape, shape_of
 from paceline.plan.sizes import (
+    DraftShape,
     Footprint,
     align_footprint,
     draft_shape,
@@ -48,7 +50,6 @@ from paceline.plan.times import (
 )
 from paceline.recipe import PlanOptions, Recipe
 from paceline.stages import PLAN_FILE, plan_stages, recipe_of
-from paceline.target.layers import plan_layers
 from paceline.target.spec import Target, TargetReference
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,8 @@ def run(options: PlanOptions) -> dict[str, Any]:
     """Plan a recipe and keep the plan in a file. Returns what the file holds; docs/plan.md.
 
     Raises UsageError where data are missing and none are assumed, TargetError where the config or
-    (for a data sample) the tokenizer is missing.
+    (for a data sample) the tokenizer is missing, and what later stages raise where no such draft
+    can be made or served.
     """
     recipe = recipe_of(options)
     planned = plan_stages(recipe)
@@ -72,7 +74,9 @@ def run(options: PlanOptions) -> dict[str, Any]:
     if options.measure:
         measured = Measured(**{**asdict(measure(options, planned, data)), **answers})
     setting = _setting(options, recipe, shape)
-    told = _stages(_Work(options, recipe, shape, data, measured, setting))
+    layers, config = shape_of_draft(recipe, planned, target, shape.text_config, shape.num_layers)
+    draft = draft_shape(config, recipe.train.train_head)
+    told = _stages(_Work(options, recipe, shape, layers, draft, data, measured, setting))
     stages = {name: told[name] for name in planned}
     out = Path(options.out or Path(recipe.run_dir) / PLAN_FILE)
     result = {
@@ -119,6 +123,8 @@ class _Work:
     options: PlanOptions
     recipe: Recipe
     shape: TargetShape
+    layers: LayerPlan
+    draft: DraftShape
     data: DataSample
     measured: Measured | None
     setting: Setting
@@ -151,10 +157,8 @@ def _setting(options: PlanOptions, recipe: Recipe, shape: TargetShape) -> Settin
 
 def _stages(work: _Work) -> dict[str, dict[str, Any]]:
     recipe, data, shape, setting = work.recipe, work.data, work.shape, work.setting
-    on_gpu = setting.device == "cuda"
-    layers = plan_layers(recipe.extract.layers, shape.num_layers, recipe.extract.layer_convention)
-    spec = store_spec(recipe.extract, shape, layers, setting.extract_dtype)
-    draft = draft_shape(recipe, shape, layers)
+    draft, on_gpu = work.draft, setting.device == "cuda"
+    spec = store_spec(recipe.extract, shape, work.layers, setting.extract_dtype)
     share = work.measured.states_share if work.measured else None
     stored, size = extract_footprint(recipe.extract, spec, data, share)
     steps = train_steps(recipe.train, data)

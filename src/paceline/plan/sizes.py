@@ -10,7 +10,6 @@ import torch
 from paceline.contracts import LayerPlan
 from paceline.dataset import write_part
 from paceline.draft.config import DraftConfig
-from paceline.draft.from_target import draft_config
 from paceline.draft.model import Draft
 from paceline.plan.data import DataSample
 from paceline.plan.shape import TargetShape
@@ -61,14 +60,11 @@ class DraftShape:
         return 12 * self.trained - 4 * by_muon
 
 
-def draft_shape(recipe: Recipe, shape: TargetShape, layers: LayerPlan) -> DraftShape:
-    """The draft of a recipe, built without memory. Raises TrainingError for impossible shapes."""
-    config = draft_config(
-        recipe.train.draft, shape.text_config, layers.aux, recipe.align.draft_vocab_size
-    )
+def draft_shape(config: DraftConfig, train_head: bool) -> DraftShape:
+    """What a draft of this shape weighs; built without memory."""
     with torch.device("meta"):
         draft = Draft(config)
-    draft.lm_head.requires_grad_(recipe.train.train_head)
+    draft.lm_head.requires_grad_(train_head)
     sizes = {name: parameter.numel() for name, parameter in draft.named_parameters()}
     shared = sizes["embed_tokens.weight"] if config.shares_embedding else 0
     own = {n: t for n, t in draft.state_dict().items() if n != "embed_tokens.weight" or not shared}

@@ -15,11 +15,11 @@ from paceline.artefact import (
     describe_input,
     load_finished,
     open_stage,
+    refuse_own_inputs,
     write_json,
 )
 from paceline.device import dtype_name, product_flops, reset_peak, training_dtype
 from paceline.draft.config import DraftConfig
-from paceline.draft.from_target import draft_config
 from paceline.draft.model import Draft
 from paceline.errors import FingerprintMismatch, UsageError
 from paceline.forms.source import open_draft
@@ -37,9 +37,9 @@ from paceline.train.parallel import share_draft
 from paceline.train.ranks import Ranks, open_ranks
 from paceline.train.session import Session
 from paceline.train.source import leave, open_store, plan_of
-from paceline.train.start import earlier_draft, new_draft
+from paceline.train.start import earlier_draft, new_draft, shape_to_train
 from paceline.train.teacher import open_teacher
-from paceline.train.trackers import open_trackers
+from paceline.train.trackers import check_installed, open_trackers
 from paceline.train.weights import finish_draft, frozen_weights, kept_tensors, round_weights
 from paceline.vocab import DraftVocabulary, load_vocabulary
 
@@ -60,6 +60,8 @@ def run(options: TrainOptions) -> dict[str, Any]:
             "train: pass `store` (of `extract`), `vocab` (of `align`; or `start_from`, a draft) "
             "and `out`"
         )
+    check_installed(options.trackers)
+    refuse_own_inputs(Path(options.out), {"start_from": {"path": options.start_from}})
     with ExitStack() as stack:
         with open_ranks(options.device) as ranks:
             store, store_input = stack.enter_context(open_store(options, ranks))
@@ -92,7 +94,7 @@ def _beginning(
     inputs of the stage."""
     if options.start_from:
         source = open_draft(options.start_from, options.start_form)
-        earlier = earlier_draft(source, target, store)
+        earlier = earlier_draft(source, target, store.spec.layers.aux)
         vocabulary = DraftVocabulary(earlier.d2t.numpy(), earlier.t2d.numpy())
         return earlier, vocabulary, {"start_from": source.describe_input()}
     manifest = load_finished(options.vocab, "align")
@@ -123,16 +125,13 @@ def _train(
 ) -> None:
     """stage: of the first rank; the others touch nothing in the folder."""
     folder = Path(options.out)
-    config = (
-        earlier.config
-        if earlier is not None
-        else draft_config(
-            options.draft, target.text_config, store.spec.layers.aux, len(vocabulary.d2t)
-        )
+    config = shape_to_train(
+        options, target, target.text_config, store.spec.layers.aux, len(vocabulary.d2t)
     )
     share = RankShare.of_draft(config, options.ttt_steps, ranks.number, ranks.count)
     plan = plan_of(options, store, share)
     if stage is not None:
+        _warn_of_warmup(options, plan.length.num_steps)
         stage.announce({"steps": plan.length.num_steps})
     first: list[int] = []
     if not (folder / START_FILE).is_file():
@@ -175,6 +174,17 @@ def _train(
     tensors = kept_tensors(trainer)
     if stage is not None:
         _finish(stage, trainer, session, tensors)
+
+
+def _warn_of_warmup(options: TrainOptions, num_steps: int) -> None:
+    if options.warmup_steps >= num_steps > 1:
+        logger.warning(
+            "train: the warm-up of %g steps is no shorter than the run's %d: the learning rate "
+            "never reaches %g",
+            options.warmup_steps,
+            num_steps,
+            options.learning_rate,
+        )
 
 
 def _finish(
@@ -232,7 +242,6 @@ def _new_draft(
         torch.tensor(start["aux_rms"], dtype=torch.float32),
         options.seed,
         from_target=options.draft.init == "target",
-        head_from_target=not options.train_head,
     )
 
 
@@ -269,5 +278,6 @@ def _build(
 
 def aux_rms(store: Store | Follower, samples: list[int]) -> torch.Tensor:
     """Median RMS of the rows of each auxiliary state over some samples, float32 [A]."""
-    rows = torch.cat([store.read(i).aux for i in samples]).float()
-    return rows.pow(2).mean(-1).sqrt().median(0).values
+    # Sample by sample: the states of 32 long ones would be tens of GB in float32.
+    rows = [store.read(i).aux.float().square().mean(-1).sqrt() for i in samples]
+    return torch.cat(rows).median(0).values

@@ -10,7 +10,7 @@ from typing import Any
 from paceline.device import peak_bytes
 from paceline.errors import StreamError, TrainingError
 from paceline.progress import progress_bar
-from paceline.runlog import LOG_FILE, append_record, cut_torn_line
+from paceline.runlog import LOG_FILE, acceptance_of, append_record, cut_torn_line
 from paceline.train.batches import Step
 from paceline.train.best import BestDraft
 from paceline.train.checkpoint import save_checkpoint
@@ -123,6 +123,13 @@ class Session:
                 )
             return
         self._write({"step": self.next_step, "heldout": self.heldout})
+        if options.load_best_model_at_end and acceptance_of(self.heldout) is None:
+            raise TrainingError(
+                f"no held-out answer of {trainer.store.folder} has eval_draft_tokens "
+                f"({options.eval_draft_tokens}) tokens on record after a verify point, so the best "
+                "draft cannot be told: lower eval_draft_tokens, or train without "
+                "load_best_model_at_end"
+            )
         if options.eval_every:
             self.best.offer(trainer, self.next_step, self.heldout)
 

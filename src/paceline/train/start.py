@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from paceline.draft.config import DraftConfig
+from paceline.draft.from_target import Config, draft_config
 from paceline.draft.model import LLAMA_LAYER_NAMES, Draft, DraftLayer
 from paceline.errors import FingerprintMismatch, TrainingError
-from paceline.forms.source import DraftSource
-from paceline.store import Store
+from paceline.forms.source import DraftSource, open_draft
+from paceline.recipe import TrainOptions
 from paceline.target.model import TeacherHead, bare_layers, load_embedding
 from paceline.target.spec import Target
 from paceline.vocab import DraftVocabulary
@@ -26,17 +27,48 @@ _RANDOM_STD = 0.02
 _BEFORE_MLP = "pre_feedforward_layernorm.weight"
 
 
-def earlier_draft(source: DraftSource, target: Target, store: Store) -> Draft:
-    """A draft to train further, in float32. Raises FingerprintMismatch where it reads other layers
-    than the store holds, or was trained on another target."""
-    source.check_target(target)
-    draft = source.load(target, torch.float32)
-    if draft.config.aux_layers != store.spec.layers.aux:
-        raise FingerprintMismatch(
-            f"{source.folder} reads the layers {list(draft.config.aux_layers)}, {store.folder} "
-            f"holds {list(store.spec.layers.aux)}: extract those that the draft reads"
+def shape_to_train(
+    options: TrainOptions,
+    target: Target,
+    text_config: Config,
+    aux_layers: tuple[int, ...],
+    draft_vocab_size: int,
+) -> DraftConfig:
+    """The shape of the draft that a training moves: that of `start_from`, or a new one's, which has
+    so many tokens. Configs tell it, before there are data or weights.
+
+    text_config: the target's. aux_layers: those of the states. Raises FingerprintMismatch where an
+    earlier draft reads others, TrainingError where no such draft can be made.
+    """
+    if options.start_from:
+        return _earlier_shape(
+            open_draft(options.start_from, options.start_form), target, aux_layers
         )
-    return draft
+    config = draft_config(options.draft, text_config, aux_layers, draft_vocab_size)
+    if not options.train_head and not config.shares_embedding:
+        raise TrainingError(
+            f"train_head false keeps the target's head of width {config.target_hidden_size}, the "
+            f"draft's hidden_size is {config.hidden_size}: leave one of them out"
+        )
+    return config
+
+
+def earlier_draft(source: DraftSource, target: Target, aux_layers: tuple[int, ...]) -> Draft:
+    """A draft to train further, in float32. Raises FingerprintMismatch where it reads other layers
+    than the states have, or was trained on another target."""
+    source.check_target(target)
+    _earlier_shape(source, target, aux_layers)
+    return source.load(target, torch.float32)
+
+
+def _earlier_shape(source: DraftSource, target: Target, aux_layers: tuple[int, ...]) -> DraftConfig:
+    config = source.config(target)
+    if config.aux_layers != aux_layers:
+        raise FingerprintMismatch(
+            f"{source.folder} reads the layers {list(config.aux_layers)}, the states are those of "
+            f"{list(aux_layers)}: extract what the draft reads"
+        )
+    return config
 
 
 def new_draft(
@@ -46,20 +78,13 @@ def new_draft(
     aux_rms: torch.Tensor,
     seed: int,
     from_target: bool,
-    head_from_target: bool,
 ) -> Draft:
     """A draft in float32 with its vocabulary and, where its width is the target's, the target's
     embedding and head rows.
 
     aux_rms: float32 [A], the typical RMS of each auxiliary state. from_target: the rest is the
-    target's too, where its layers have the draft's form; else it is random. head_from_target: the
-    head has to be the target's. Raises TrainingError where the draft's width is another then.
+    target's too, where its layers have the draft's form; else it is random.
     """
-    if head_from_target and not config.shares_embedding:
-        raise TrainingError(
-            f"train_head false keeps the target's head of width {config.target_hidden_size}, the "
-            f"draft's hidden_size is {config.hidden_size}: leave one of them out"
-        )
     draft = _random_draft(config, aux_rms, seed)
     draft.d2t.copy_(torch.from_numpy(vocabulary.d2t))
     draft.t2d.copy_(torch.from_numpy(vocabulary.t2d))

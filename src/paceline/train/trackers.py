@@ -5,6 +5,7 @@ Each is an extra, imported only when asked for. Figures are named by their place
 that a look at held-out data stands with the step before it.
 """
 
+import importlib.util
 import os
 import sys
 import uuid
@@ -19,23 +20,25 @@ PROJECT = "paceline"
 Tell = Callable[[dict[str, float], int], None]  # figures by name, optimiser steps done
 
 
+def check_installed(names: Sequence[str]) -> None:
+    """Raises UsageError for trackers that are not."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"train: {', '.join(missing)} is not installed: pip install "
+            f"'paceline[{','.join(missing)}]'"
+        )
+
+
 @contextmanager
 def open_trackers(
     names: Sequence[str], folder: Path, config: dict[str, Any], start: int
 ) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Gives what passes a log record on to all trackers. folder: that of the run; start: the
     optimiser step that it goes on from.
-
-    Raises UsageError for a tracker that is not installed.
     """
     with ExitStack() as stack:
-        try:
-            tells = [stack.enter_context(_TRACKERS[name](folder, config, start)) for name in names]
-        except ImportError as error:
-            raise UsageError(
-                f"train: a tracker is not installed ({error}): pip install "
-                f"'paceline[{','.join(names)}]'"
-            ) from error
+        tells = [stack.enter_context(_TRACKERS[name](folder, config, start)) for name in names]
 
         def tell(record: dict[str, Any]) -> None:
             shown = figures_of({k: v for k, v in record.items() if k != "step"})
