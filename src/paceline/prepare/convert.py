@@ -14,6 +14,7 @@ from paceline.dataset import source_of
 from paceline.errors import DataError
 from paceline.prepare.conversation import Conversation, conversation
 from paceline.prepare.cutting import Cut, cut, has_target
+from paceline.prepare.late import count_supervised, split_late
 from paceline.prepare.masks import MaskedTokens, Masker
 from paceline.prepare.reading import RawRow
 from paceline.prepare.rows import (
@@ -62,12 +63,14 @@ class PartRecord:
 
 @dataclass
 class _Pending:
-    """A row that was read: its tokens, or its texts that wait for the tokenizer, or an error."""
+    """A row that was read: its tokens, or its texts that wait for the tokenizer, or an error.
+    late_supervised: supervised tokens of texts that are left out, since they begin too late."""
 
     row: RawRow
     row_id: str | None = None
     content: TokenRow | Conversation | None = None
     masked: MaskedConversation | None = None
+    late_supervised: int = 0
     error: RowError | None = None
 
 
@@ -153,11 +156,21 @@ class Converter:
             pending.content = self._content(values, identity)
             self._admit(pending.content)
             if isinstance(pending.content, Conversation):
-                pending.masked = self.finder.find(pending.content)
+                pending.masked = self._without_late(self.finder.find(pending.content), pending)
                 self.masker.put(pending.masked.samples)
         except RowError as error:
             pending.error = error
         return pending
+
+    def _without_late(self, masked: MaskedConversation, pending: _Pending) -> MaskedConversation:
+        """Without the samples that teach nothing for sure, which are counted."""
+        tokenizer = self.masker.tokenizer
+        samples, late = split_late(masked.samples, tokenizer, self.options.max_length)
+        if not late:
+            return masked
+        pending.late_supervised = count_supervised(late, tokenizer)
+        notes = masked.notes + Counter(samples_too_long=len(late))
+        return replace(masked, samples=samples, notes=notes)
 
     def _content(self, values: dict[str, Any], identity: Identity) -> TokenRow | Conversation:
         content = token_row(values, identity, self.target.vocab_size)
@@ -210,7 +223,7 @@ class Converter:
         record.methods[entry.masked.method if entry.masked else GIVEN_IDS] += 1
         record.notes += notes
         record.cut_samples += num_cut
-        record.cut_supervised += lost
+        record.cut_supervised += lost + entry.late_supervised
         record.split_samples += len(kept) - 1
         return self._named(content, kept)
 
