@@ -65,8 +65,11 @@ def test_lossless_is_never_above_what_was_foretold(tmp_path):
 def test_any_shape(tmp_path_factory, count, codec, hidden_size, shard_bytes):
     spec = make_spec(codec, "bfloat16", hidden_size, shard_bytes)
     folder, samples = _written(tmp_path_factory.mktemp("any") / "s", spec, count)
-    # A shard more or less has its header: small stores may be off by that.
-    assert store_size(spec, samples).total == pytest.approx(_on_disk(folder), rel=0.02, abs=9_000)
+    # A shard more or less has its header: small stores may be off by that, and those of shards that
+    # hold a sample or two by some more.
+    headers = 9_000 * (1 + len(list(folder.glob("shards/*"))) // 5)
+    foretold = store_size(spec, samples).total
+    assert foretold == pytest.approx(_on_disk(folder), rel=0.02, abs=headers)
 
 
 def test_a_part_stands_for_the_whole():
