@@ -91,6 +91,21 @@ def test_other_work_is_refused_by_name(tmp_path, inputs, options, says):
     assert load_finished(tmp_path / "a", "align").options == OPTIONS
 
 
+@pytest.mark.parametrize("has_written", [False, True])
+def test_work_that_failed_before_it_wrote_anything_stands_in_nobodys_way(tmp_path, has_written):
+    with pytest.raises(KeyError), open_stage(tmp_path, "align", INPUTS, OPTIONS) as stage:
+        (stage.path / ".out.1.tmp").touch()
+        if has_written:
+            (stage.path / "part").touch()
+        raise KeyError
+    other = {**OPTIONS, "size": 4}
+    if has_written:
+        with pytest.raises(FingerprintMismatch, match="size: was 3, now 4"):
+            _work(tmp_path, options=other)
+    else:
+        assert _work(tmp_path, options=other).result == {"sum": 6}
+
+
 def test_a_moved_input_is_the_same_input(tmp_path):
     _work(tmp_path / "a")
     assert _work(tmp_path / "a", {"data": {"path": "/moved", "fingerprint": "f1"}}).resumed

@@ -39,6 +39,11 @@ _FUNCTIONS = {
 __all__ = [*_MODULES, *_FUNCTIONS]
 
 
+def __dir__() -> list[str]:
+    """Verbs are loaded when used; a prompt that completes names is to show them before."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"paceline.{name}")

@@ -273,7 +273,7 @@ def open_stage(
     Work of the same inputs and options goes on, or is `done`; other work is refused with the
     differences named. `overwrite` starts over in place of a refusal, and, unless it is "other", in
     place of `done`; unfinished work goes on all the same, so that a command with it can be killed
-    and given again. Raises LockedError while another process owns the folder, UsageError where
+    and given again. Work that fails before it wrote anything leaves the folder as it was. Raises LockedError while another process owns the folder, UsageError where
     another stage or not paceline made it, StoreError where its file system has no locks.
     """
     folder = Path(path)
@@ -300,7 +300,19 @@ def open_stage(
             created=_now(),
         )
         _save(folder, begun)
-        yield StageFolder(folder, begun, resumed=False)
+        try:
+            yield StageFolder(folder, begun, resumed=False)
+        except BaseException:
+            _forget_unless_touched(folder)
+            raise
+
+
+def _forget_unless_touched(folder: Path) -> None:
+    """Work that was refused before it wrote anything does not stand in the way of other work."""
+    left = (path for path in folder.iterdir() if not _is_own_scrap(path))
+    if [path.name for path in left] == [MANIFEST_NAME]:
+        (folder / MANIFEST_NAME).unlink()
+        fsync_folder(folder)
 
 
 def work_to_keep(

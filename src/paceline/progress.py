@@ -47,10 +47,16 @@ class Bar:
         elapsed = max(time.monotonic() - self._started, 1e-9)
         of_total = f"/{self.total:,}" if self.total else ""
         rate = self.done / elapsed
-        text = f"{self.description}: {self.done:,}{of_total} {self.unit}, {rate:,.0f} {self.unit}/s"
+        text = f"{self.description}: {self.done:,}{of_total} {self.unit}, "
+        text += f"{_rate_text(rate)} {self.unit}/s"
         if self.total and rate > 0:
             text += f", {max(self.total - self.done, 0) / rate:,.0f} s left"
         return f"{text} {note}".rstrip()
+
+
+def _rate_text(rate: float) -> str:
+    """Two digits at least: slow work does not go at 0 a second."""
+    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
 
 
 class _RichBar(Bar):
@@ -66,7 +72,7 @@ class _RichBar(Bar):
 
 class _RateColumn(ProgressColumn):
     def render(self, task: Task) -> Text:
-        rate = f"{task.speed:,.0f}" if task.speed else "-"
+        rate = _rate_text(task.speed) if task.speed else "-"
         return Text(f"{rate} {task.fields['unit']}/s", style="cyan")
 
 

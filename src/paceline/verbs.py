@@ -4,6 +4,7 @@ A verb is a folder (or file) and a function of one name. Python lets a module's 
 to a subclass of ModuleType (Data model, "Customizing module attribute access"); this is that.
 """
 
+import inspect
 import sys
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,17 @@ class _Verb(ModuleType):
         else:
             values |= _by_position(model, given)
         return run(build(model, values, where=self.__name__))
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """For `inspect.signature`, and what shows it (`paceline.train?`): the options, by name."""
+        model = self.VERB[0]
+        by_position = positional_options(model)
+        found = inspect.signature(model).parameters
+        either = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        first = [found[name].replace(kind=either) for name in by_position if name in found]
+        rest = [p for name, p in found.items() if name not in by_position]
+        return inspect.Signature([*first, *rest])
 
 
 def _by_position(model: type[Options], given: tuple[Any, ...]) -> dict[str, Any]:

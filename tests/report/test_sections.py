@@ -54,4 +54,4 @@ def test_no_verdict_without_baselines(tmp_path):
     ("lengths", "expected"), [(["1", "3", "5"], "3"), (["5", "7"], "5"), (["2", "4"], "2")]
 )
 def test_the_headline_is_k_3_or_the_nearest(lengths, expected):
-    assert headline_length({"results": dict.fromkeys(lengths)}) == expected
+    assert headline_length(lengths) == expected

@@ -14,7 +14,7 @@ from paceline.answers.engine import LENGTH, STOP, Answer, Prompt, Sampling
 from paceline.device import choose_device, choose_dtype, dtype_name
 from paceline.fingerprint import package_versions
 from paceline.recipe import GenerateOptions
-from paceline.target.model import load_model
+from paceline.target.model import cached, load_model
 from paceline.target.spec import Target
 
 # Rows of finished answers are dropped from the batch when they are at least this share of it.
@@ -71,8 +71,7 @@ class TransformersAnswers:
                 input_ids=ids_BT,
                 attention_mask=mask_BT,
                 **({"position_ids": positions_BT} if self._takes_positions else {}),
-                past_key_values=cache,
-                use_cache=True,
+                **cached(self.model, cache),
                 **self._last_only,
             )
             cache = out.past_key_values

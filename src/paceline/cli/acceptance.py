@@ -137,7 +137,10 @@ def _notes(measured: Mapping[str, Any]) -> Iterator[str]:
     left_out = {k: p["left_out"] for k, p in pooled.items() if p["left_out"]}
     if left_out:
         steps = ", ".join(f"{n:,.0f} at K = {k}" for k, n in left_out.items())
-        yield f"steps left out, since they need tokens past the end of an answer: {steps}"
+        yield (
+            f"steps left out, since they need tokens past the end of an answer: {steps}; "
+            f"`record_past_end: {max(map(int, left_out))}` of `generate` records them"
+        )
     for name, why in measured.get("baselines_left_out", {}).items():
         yield f"no {_NAMES[name]}: {why}"
     if lossless := measured.get("lossless"):

@@ -103,7 +103,11 @@ def _notes(result: dict[str, Any]) -> list[str]:
     needed, free = size_text(disk["needed"]), size_text(disk["free"])
     lines = [f"disk: {needed} needed at the largest, {free} free in {disk['folder']}"]
     if total["cost"] is not None:
-        lines.append(f"cost: {total['cost']:,.2f} at {total['devices']} devices")
+        hours = total["seconds"] / 3600 * total["devices"]
+        lines.append(
+            f"cost: {total['cost']:,.2f}, in the unit of --price-per-hour: {hours:,.2f} hours of a "
+            "device"
+        )
     lines.append(f"kept in {result['file']}")
     return lines
 

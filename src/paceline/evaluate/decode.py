@@ -15,6 +15,7 @@ from paceline.contracts import LayerPlan
 from paceline.draft.model import Draft
 from paceline.draft.unroll import KeysValues, Unroll, prepared_layers
 from paceline.evaluate.sampling import Drafted, Greedy, Rule
+from paceline.target.model import cached
 from paceline.target.tap import LayerTap
 
 
@@ -124,7 +125,7 @@ class SpeculativeDecoder:
     def _forward(self, ids: list[int], cache: Any) -> torch.Tensor:
         """The target's logits after each of `ids`, [L, V]."""
         tensor = torch.tensor([ids], device=self._model.device)
-        output = self._model(input_ids=tensor, past_key_values=cache, use_cache=True)
+        output = self._model(input_ids=tensor, **cached(self._model, cache))
         return output.logits[0]
 
     def _aux(self, tap: LayerTap) -> torch.Tensor:

@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from paceline.device import free_host_bytes
 from paceline.draft.model import Draft
 from paceline.draft.unroll import Unroll
+from paceline.target.model import cached
 
 _REPEATS = 3
 # Of the memory that is free, the share that caches and states may take.
@@ -42,7 +43,7 @@ class StepTimer:
         self._device = draft.fc.weight.device
         cache = DynamicCache()
         with torch.inference_mode():
-            model(input_ids=self._ids(1, 1), past_key_values=cache, use_cache=True)
+            model(input_ids=self._ids(1, 1), **cached(model, cache))
         # Keys and values of one token, a layer each: [1, G, 1, K].
         self._entries = [(layer.keys, layer.values) for layer in cache.layers]
 
@@ -65,7 +66,7 @@ class StepTimer:
 
         def step(num_tokens: int) -> None:
             ids = self._ids(batch_size, num_tokens)
-            self._model(input_ids=ids, past_key_values=cache, use_cache=True)
+            self._model(input_ids=ids, **cached(self._model, cache))
             cache.crop(-num_tokens)
 
         target = [self._seconds(lambda n=n: step(n)) for n in range(1, self._longest + 2)]

@@ -20,7 +20,7 @@ from paceline.device import choose_device
 from paceline.extract.engine import EngineInfo
 from paceline.extract.sink import Destination, Sink
 from paceline.recipe import ExtractOptions
-from paceline.target.model import decoder_of, load_model
+from paceline.target.model import cached, decoder_of, load_model
 from paceline.target.spec import Target
 from paceline.target.tap import LayerTap
 
@@ -123,7 +123,7 @@ class TransformersEngine:
             ids = torch.from_numpy(np.asarray(prompt, np.int64))[None].to(self._device)
             cache, answer = None, []
             for _ in range(num_tokens):
-                output = self.model(input_ids=ids, past_key_values=cache, use_cache=True)
+                output = self.model(input_ids=ids, **cached(self.model, cache))
                 cache, ids = output.past_key_values, output.logits[:, -1:].argmax(-1)
                 answer.append(int(ids))
             answers.append(answer)

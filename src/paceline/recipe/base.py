@@ -103,7 +103,8 @@ class TargetOptions(Options):
     target: str | None = opt(
         None,
         "Local folder, Hugging Face id, or `pkg:PACKAGE/FILE.gguf` inside an installed package. "
-        "Left out after `prepare`: the one that made the inputs.",
+        "`generate` and `prepare` need it; later stages take that of their inputs where it is left "
+        "out.",
         identity=False,
     )
     revision: str | None = opt(None, "Revision of a Hugging Face id.", identity=False)

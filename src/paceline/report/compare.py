@@ -79,7 +79,7 @@ def comparison(records: Sequence[RunRecord]) -> Comparison:
         about=_about(measured),
         definition=measured[names[0]]["definition"],
         verdict=_verdict(names[0], paired, lengths),
-        tiles=_tiles(measured, headline_length({"results": lengths})),
+        tiles=_tiles(measured, headline_length(lengths)),
         figures=acceptance_figures({n: m["results"] for n, m in measured.items()}, lengths),
         acceptance=_acceptance(measured, lengths),
         differences=_difference_table(paired, lengths),
@@ -197,7 +197,7 @@ def _conversations(record: RunRecord) -> dict[str, dict[_Conversation, tuple[int
 def _verdict(
     first: str, paired: dict[str, dict[str, tuple[float, float, float] | None]], lengths: list[str]
 ) -> str:
-    k = lengths[-1]
+    k = headline_length(lengths)
     sentences = []
     for name, found in paired.items():
         if (difference := found[k]) is None:

@@ -51,7 +51,9 @@ def _cell(
     text = "not kept" if found is None else write(found)
     if not told:
         return text
-    share = "" if found is None else f", {100 * found / told:.0f}%"
+    # A share of what reads 0.0 s says nothing.
+    reads_zero = write is duration_text and told < 0.05
+    share = "" if found is None or reads_zero else f", {100 * found / told:.0f}%"
     return text, f"of {write(told)}{share}"
 
 

@@ -131,7 +131,7 @@ def _acceptance(record: RunRecord) -> dict[str, Any] | None:
     lengths = sorted(measured["results"], key=int)
     figures = [
         *charts.acceptance_figures(charts.methods_of(measured), lengths),
-        charts.acceptance_by_source(measured, sections.headline_length(measured)),
+        charts.acceptance_by_source(measured, sections.headline_length(measured["results"])),
     ]
     return {
         "definition": measured["definition"],

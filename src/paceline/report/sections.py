@@ -1,7 +1,7 @@
 """What the page says in words and tables, out of what the stages reported."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
@@ -55,9 +55,9 @@ def target_name(run: RunRecord) -> str:
     return "unknown target"
 
 
-def headline_length(measured: dict[str, Any]) -> str:
+def headline_length(lengths: Iterable[str]) -> str:
     """The K of the headline: 3 where it was measured, else the nearest to it."""
-    return min(measured["results"], key=lambda k: (abs(int(k) - _HEADLINE_LENGTH), int(k)))
+    return min(lengths, key=lambda k: (abs(int(k) - _HEADLINE_LENGTH), int(k)))
 
 
 def tiles(run: RunRecord) -> list[Tile]:
@@ -65,7 +65,7 @@ def tiles(run: RunRecord) -> list[Tile]:
     measured = run.result("evaluate")
     if not measured:
         return []
-    k = headline_length(measured)
+    k = headline_length(measured["results"])
     found = []
     for name, tables in methods_of(measured).items():
         pooled = tables[k]["pooled"]
@@ -78,7 +78,7 @@ def verdict(run: RunRecord) -> str:
     measured = run.result("evaluate")
     if not measured or not measured.get("baselines"):
         return ""
-    k = headline_length(measured)
+    k = headline_length(measured["results"])
     own = {name: value for name, value in measured.items() if name != "beside"}
     pooled = {name: tables[k]["pooled"] for name, tables in methods_of(own).items()}
     draft = pooled.pop("draft")
@@ -361,7 +361,7 @@ def vocabulary_facts(aligned: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("size", size),
         ("covers", f"{100 * aligned['coverage']:.2f}% of the supervised training tokens"),
-        ("out of reach", f"{100 * aligned['lost_share']:.2f}%"),
+        ("out of reach", f"{100 * aligned['lost_share']:.2f}% of the supervised training tokens"),
         ("fillers, never seen supervised", f"{aligned['num_filler']:,}"),
     ]
 

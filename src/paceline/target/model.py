@@ -1,6 +1,7 @@
 """The target with its weights: the whole model, its decoder layers, or its norm and head alone."""
 
 import copy
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,6 +12,7 @@ from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    Cache,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -52,6 +54,12 @@ def load_model(
             **options,
         )
     return model.to(device).eval().requires_grad_(False)
+
+
+def cached(model: nn.Module, cache: Cache | None) -> dict[str, Cache | bool | None]:
+    """Arguments of a forward pass over keys and values, by the name that this release knows."""
+    takes = inspect.signature(model.forward).parameters
+    return {"cache" if "cache" in takes else "past_key_values": cache, "use_cache": True}
 
 
 def num_parameters(target: Target) -> int:
