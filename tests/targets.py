@@ -51,6 +51,7 @@ _MLA = {
 FAMILIES = {
     "llama": {"tie_word_embeddings": True},
     "qwen3": {},
+    "phi3": {},
     "qwen3_moe": {
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -143,6 +144,21 @@ def save_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> P
 def save_target(folder: Path, family: str = "llama", seed: int = 0, **changes) -> Path:
     """A whole target: model and tokenizer."""
     return save_tokenizer(save_model(folder, family, seed, **changes))
+
+
+def save_long_rope(folder: Path, original: int) -> Path:
+    """A target that turns to other rotary frequencies beyond so many tokens (Phi 3)."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": original,
+        "factor": 8.0,
+    }
+    return save_target(
+        folder, "phi3", original_max_position_embeddings=original, rope_parameters=rope
+    )
 
 
 def edit_config(folder: Path, **changes) -> None:

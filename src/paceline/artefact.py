@@ -273,8 +273,9 @@ def open_stage(
     Work of the same inputs and options goes on, or is `done`; other work is refused with the
     differences named. `overwrite` starts over in place of a refusal, and, unless it is "other", in
     place of `done`; unfinished work goes on all the same, so that a command with it can be killed
-    and given again. Work that fails before it wrote anything leaves the folder as it was. Raises LockedError while another process owns the folder, UsageError where
-    another stage or not paceline made it, StoreError where its file system has no locks.
+    and given again. Work that fails before it wrote anything leaves the folder as it was. Raises
+    LockedError while another process owns the folder, UsageError where another stage or not
+    paceline made it, StoreError where its file system has no locks.
     """
     folder = Path(path)
     if "://" in str(path):

@@ -3,9 +3,12 @@
 import contextlib
 import multiprocessing
 import os
+import signal
 import sys
+import threading
 from collections.abc import Collection, Iterator
 from multiprocessing.process import BaseProcess
+from types import FrameType
 from typing import Any
 
 
@@ -28,6 +31,33 @@ def stdout_to_stderr() -> Iterator[None]:
         sys.stdout.flush()
         os.dup2(kept, 1)
         os.close(kept)
+
+
+class _Interrupted(BaseException):
+    """SIGINT while vLLM starts."""
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGINT ends a start of vLLM: its handshake with the engine's process swallows a
+    KeyboardInterrupt and goes on, or waits ten minutes for a process that the signal has ended."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        # A second one ends whatever the first could not.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        raise _Interrupted
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    except _Interrupted:
+        raise KeyboardInterrupt from None
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def children() -> set[BaseProcess]:

@@ -34,9 +34,12 @@ def server(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield url
 
 
-def generate(out: Path, **options: Any) -> list[dict[str, Any]]:
+LONG_ROW = {"messages": [{"role": "user", "content": "long " * 700}]}
+
+
+def generate(out: Path, rows: list[dict[str, Any]] = ROWS, **options: Any) -> list[dict[str, Any]]:
     data = out.with_suffix(".jsonl")
-    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     paceline.generate(
         target=SMOLLM2,
         data=[str(data)],
@@ -76,18 +79,23 @@ def test_greedy_answers_through_a_server(
 def test_greedy_answers_in_process(
     tmp_path: Path, own_processes: None, own: list[dict[str, Any]]
 ) -> None:
+    """A prompt beyond the engine's own context costs its row alone."""
     rows = generate(
         tmp_path / "out",
+        [*ROWS, LONG_ROW],
         engine="vllm",
         record_past_end=3,
         engine_options={"max_model_len": 512, "block_size": 32},
     )
     assert rows == own
+    skipped = json.loads((tmp_path / "out" / "answers" / "00000.json").read_text())["skipped"]
+    assert [entry["row"] for entry in skipped] == [5]
+    assert "(max_model_len 512) leaves room for 485" in skipped[0]["detail"]
 
 
 def test_what_the_server_refuses_is_a_skipped_row(tmp_path: Path, server: str) -> None:
     data = tmp_path / "rows.jsonl"
-    rows = [ROWS[0], {"messages": [{"role": "user", "content": "long " * 700}]}]
+    rows = [ROWS[0], LONG_ROW]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = paceline.generate(
         target=SMOLLM2,

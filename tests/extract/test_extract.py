@@ -28,7 +28,7 @@ from paceline.target.spec import Target, TargetReference
 from ..conftest import RealRun
 from ..lines import TINY_LAYERS, extracted, prepared
 from ..small_disk import small_disk
-from ..targets import WRAPPED, model_class, save_target
+from ..targets import WRAPPED, model_class, save_long_rope, save_target
 
 # `paceline.extract.run` is the stage's function; this is the module that holds it.
 extract_run = importlib.import_module("paceline.extract.run")
@@ -116,6 +116,27 @@ def test_the_language_model_inside_a_multimodal_one(tmp_path, family):
         assert float(errors.max()) <= 5e-4, k
 
 
+def test_a_batch_has_no_part_in_the_rotary_frequencies_of_a_longrope_target(tmp_path):
+    """transformers takes them by the longest row of a batch."""
+    target = save_long_rope(tmp_path / "target", original=64)
+    generator = np.random.default_rng(0)
+    with (tmp_path / "rows.jsonl").open("w") as file:
+        for i, length in enumerate([60, 66] * 4):
+            ids = generator.integers(4, 260, length).tolist()
+            row = {"id": f"r{i}", "prompt_ids": ids[:20], "response_ids": ids[20:]}
+            file.write(json.dumps(row) + "\n")
+    data = paceline.prepare(
+        target=str(target), data=[str(tmp_path / "rows.jsonl")], out=str(tmp_path / "prepare")
+    )
+    options = {"layers": TINY_LAYERS, "dtype": "float32", "max_batch_tokens": 2048}
+    paceline.extract(data=str(tmp_path / "prepare"), out=str(tmp_path / "store"), **options)
+    model = load_model(Target(TargetReference(str(target))), torch.float32, "cpu")
+    store = Store(tmp_path / "store")
+    assert len(store) == data["samples"] == 8
+    for errors in worst_errors(store, model, model.config.num_hidden_layers).values():
+        assert float(errors.max()) < 1e-4
+
+
 def test_samples_in_are_stored_or_skipped_by_reason(tmp_path):
     store = Store(extracted(tmp_path))
     accounting = store.manifest.result["accounting"]
@@ -131,7 +152,7 @@ def test_data_of_which_no_sample_can_be_used_are_an_error(tmp_path):
         with pytest.raises(DataError, match=r"no sample .* used \(6: longer than the target's 3"):
             paceline.extract(data=data, out=str(out), layers=TINY_LAYERS, dtype="float32")
     assert not list(out.rglob("*.safetensors"))
-    with pytest.raises(UsageError, match="is not finished"):
+    with pytest.raises(UsageError, match="has no manifest.json"):
         Store(out)
 
 

@@ -23,6 +23,7 @@ from tests.cli.consoles import text_console
 from tests.conftest import SMOLLM2
 from tests.prepare import toys
 from tests.prepare.toys import chat, chatml_target, write_rows
+from tests.targets import save_long_rope
 
 QUESTIONS = ("Name three colours.", "Say hi.", "What is 2 + 2?")
 
@@ -95,6 +96,22 @@ def test_batches_change_nothing(tmp_path: Path, target: Path) -> None:
     assert [row["id"] for row in one] == [f"r{i}" for i in range(20)]
     assert one == many
     assert len({tuple(row["response_ids"]) for row in one}) > 5
+
+
+def test_batches_have_no_part_in_the_rotary_frequencies_of_a_longrope_target(
+    tmp_path: Path,
+) -> None:
+    """Prompts and answers on both sides of the length from which these are others."""
+    target = save_long_rope(tmp_path / "target", original=64)
+    rows = [{"prompt": "x" * length} for length in (8, 30, 34, 38, 50, 90)]
+    answers = []
+    for name, batch_size in (("a", 1), ("b", 6)):
+        (tmp_path / name).mkdir()
+        done = Generated(tmp_path / name, target, rows, max_new_tokens=16, batch_size=batch_size)
+        lengths = [len(row["prompt_ids"]) for row in done.rows]
+        assert min(lengths) + 16 < 64 < max(lengths)
+        answers.append([row["response_ids"] for row in done.rows])
+    assert answers[0] == answers[1]
 
 
 def test_turns_are_answered_one_after_the_other_and_old_answers_go(

@@ -5,6 +5,7 @@ B sequences of a batch, T padded prompt tokens, V logit width.
 
 import inspect
 from collections.abc import Callable, Sequence
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from paceline.device import choose_device, choose_dtype, dtype_name
 from paceline.fingerprint import package_versions
 from paceline.recipe import GenerateOptions
 from paceline.target.model import cached, load_model
-from paceline.target.spec import Target
+from paceline.target.spec import Target, long_rope_from
 
 # Rows of finished answers are dropped from the batch when they are at least this share of it.
 _COMPACT_SHARE = 0.25
@@ -24,15 +25,20 @@ _COMPACT_SHARE = 0.25
 def open_engine(options: GenerateOptions, target: Target) -> "TransformersAnswers":
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, device, target.native_dtype())
-    return TransformersAnswers(load_model(target, dtype, device), options.batch_size)
+    model = load_model(target, dtype, device)
+    return TransformersAnswers(model, options.batch_size, long_rope_from(target))
 
 
 class TransformersAnswers:
     """The engine `transformers`; see AnswerEngine."""
 
-    def __init__(self, model: PreTrainedModel, batch_size: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, batch_size: int, long_from: int | None = None
+    ) -> None:
+        """long_from: see `long_rope_from`."""
         self.model = model
         self.batch_size = batch_size
+        self._long_from = long_from
         self.describe = {
             "name": "transformers",
             "version": package_versions()["transformers"],
@@ -52,8 +58,18 @@ class TransformersAnswers:
     ) -> None:
         # Long prompts first: memory runs out at once or not at all.
         ordered = sorted(prompts, key=lambda prompt: -len(prompt.ids))
-        for start in range(0, len(ordered), self.batch_size):
-            self._answer_batch(ordered[start : start + self.batch_size], sampling, on_answer)
+        for _, alike in groupby(ordered, lambda prompt: self._rope_group(prompt, sampling)):
+            group = list(alike)
+            for start in range(0, len(group), self.batch_size):
+                self._answer_batch(group[start : start + self.batch_size], sampling, on_answer)
+
+    def _rope_group(self, prompt: Prompt, sampling: Sampling) -> str:
+        """A batch runs by the rotary frequencies of its longest row: prompts that may turn to the
+        long ones on the way share no batch with any other."""
+        if self._long_from is None or len(prompt.ids) > self._long_from:
+            return "alike"
+        most = len(prompt.ids) + sampling.max_new_tokens + sampling.num_past_end
+        return f"turns/{prompt.key}" if most > self._long_from else "short"
 
     def close(self) -> None:
         del self.model

@@ -9,7 +9,13 @@ from paceline.errors import EngineError, UsageError
 from paceline.evaluate.metrics import DraftCounters, of_samples
 from paceline.recipe import EvaluateOptions
 from paceline.target.spec import Target
-from paceline.vllm_process import children, set_environment, shut_down, stdout_to_stderr
+from paceline.vllm_process import (
+    children,
+    interruptible,
+    set_environment,
+    shut_down,
+    stdout_to_stderr,
+)
 
 _OURS = ("model", "dtype", "speculative_config", "disable_log_stats", "data_parallel_size")
 _LOGPROBS = 20  # vLLM's own limit, unless it is started otherwise
@@ -79,7 +85,7 @@ class InProcess:
         others = children()
         # vLLM's constructors raise whatever their parts raise.
         try:
-            with stdout_to_stderr():
+            with interruptible(), stdout_to_stderr():
                 self._llm = vllm.LLM(**arguments)
         except Exception as error:
             raise EngineError(

@@ -21,7 +21,7 @@ from paceline.extract.engine import EngineInfo
 from paceline.extract.sink import Destination, Sink
 from paceline.recipe import ExtractOptions
 from paceline.target.model import cached, decoder_of, load_model
-from paceline.target.spec import Target
+from paceline.target.spec import Target, long_rope_from
 from paceline.target.tap import LayerTap
 
 # Samples looked at together when batches are formed: enough that lengths within a batch agree.
@@ -48,6 +48,7 @@ class TransformersEngine:
         self._max_batch_tokens = options.max_batch_tokens
         self.model = load_model(target, getattr(torch, dtype), self._device)
         self._decoder = decoder_of(self.model, self._num_layers)
+        self._long_from = long_rope_from(target)
         self.info = EngineInfo(
             "transformers",
             transformers.__version__,
@@ -79,7 +80,8 @@ class TransformersEngine:
     ) -> Iterator[_Run]:
         # Batches of all samples, also those that are done: a run that goes on makes the same
         # batches, and so rounds as one that was never stopped.
-        for batch in length_buckets(samples, self._max_batch_tokens):
+        buckets = length_buckets(samples, self._max_batch_tokens, self._long_from)
+        for batch in buckets:
             if any(destination.missing(batch)):
                 self._forward(batch)
                 yield _Run(batch, dict(tap.states), self._event())
@@ -145,18 +147,22 @@ def num_needed_tokens(sample: TokenSample) -> int:
 
 
 def length_buckets(
-    samples: Iterable[TokenSample], max_batch_tokens: int
+    samples: Iterable[TokenSample], max_batch_tokens: int, long_from: int | None = None
 ) -> Iterator[list[TokenSample]]:
     """Batches of samples of like length; size x longest stays within the budget, except that a
     sample longer than the budget runs alone. Short and long batches are mixed: neighbours in a
-    store are trained on together."""
+    store are trained on together. long_from: samples of more tokens share no batch with others,
+    see `long_rope_from`."""
     source = iter(samples)
     while window := list(islice(source, _BUCKET_WINDOW)):
         window.sort(key=num_needed_tokens)
         batches: list[list[TokenSample]] = [[]]
         for sample in window:
-            batch = batches[-1]
-            if batch and (len(batch) + 1) * num_needed_tokens(sample) > max_batch_tokens:
+            batch, needed = batches[-1], num_needed_tokens(sample)
+            turns_long = bool(batch and long_from) and (
+                num_needed_tokens(batch[-1]) <= long_from < needed
+            )
+            if turns_long or (batch and (len(batch) + 1) * needed > max_batch_tokens):
                 batches.append([])
             batches[-1].append(sample)
         random.Random(0).shuffle(batches)

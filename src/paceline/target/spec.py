@@ -173,3 +173,18 @@ def open_target(
     if recorded is None:
         raise TargetError("no target given: pass `target` (a folder, a Hub id or pkg:PACKAGE/FILE)")
     return Target(TargetReference(**recorded))
+
+
+def long_rope_from(target: Target) -> int | None:
+    """LongRoPE (Phi 3 and 4, MiniCPM): the length beyond which the model turns to other rotary
+    frequencies, for all its positions. transformers looks at the longest row of a batch, vLLM at
+    `max_model_len`. None: the target has no such thing."""
+    config = target.text_config
+    said = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    # transformers 5 may keep one such dict per kind of layer.
+    kinds = [said, *(part for part in said.values() if isinstance(part, dict))]
+    for rope in kinds:
+        if rope.get("rope_type", rope.get("type")) in ("longrope", "su"):
+            original = rope.get("original_max_position_embeddings")
+            return original or getattr(config, "original_max_position_embeddings", None)
+    return None

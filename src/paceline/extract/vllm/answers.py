@@ -26,6 +26,7 @@ class VllmAnswers:
         on_answer: Callable[[Answer], None],
     ) -> None:
         texts: dict[str, list[int]] = {}
+        prompts = self._fitting(prompts, sampling, on_answer)
 
         def finished(key: str, ids: list[int]) -> list[TextRequest]:
             if key in texts:
@@ -44,6 +45,25 @@ class VllmAnswers:
 
     def close(self) -> None:
         self._engine.close()
+
+    def _fitting(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        on_answer: Callable[[Answer], None],
+    ) -> list[Prompt]:
+        """Those that this engine has room for: `engine_options` may give it a shorter context than
+        the target's, and vLLM raises for a prompt beyond it. The others are refused one by one."""
+        context = self._engine.settings["max_model_len"]
+        longest = context - sampling.max_new_tokens - sampling.num_past_end
+        for prompt in prompts:
+            if len(prompt.ids) > longest:
+                problem = (
+                    f"the prompt has {len(prompt.ids)} tokens; the engine's context "
+                    f"(max_model_len {context}) leaves room for {max(longest, 0)}"
+                )
+                on_answer(Answer(prompt.key, [], STOP, refusal=problem))
+        return [prompt for prompt in prompts if len(prompt.ids) <= longest]
 
 
 def _parameters(prompt: Prompt, sampling: Sampling, past: bool) -> Any:
@@ -71,5 +91,7 @@ def open_engine(options: GenerateOptions, target: Target) -> VllmAnswers:
     dtype = dtype_name(
         choose_dtype(options.dtype, choose_device(options.device), target.native_dtype())
     )
-    arguments = llm_arguments(target, dtype, dict(options.engine_options), None)
-    return VllmAnswers(VllmEngine(VllmSettings(arguments), target.num_layers, dtype))
+    wanted = {"enforce_eager": True, **options.engine_options}
+    arguments = llm_arguments(target, dtype, wanted, None, captures=False)
+    settings = VllmSettings(arguments, captures=False)
+    return VllmAnswers(VllmEngine(settings, target.num_layers, dtype))

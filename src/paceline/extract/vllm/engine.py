@@ -23,7 +23,13 @@ from paceline.extract.vllm.extension import driver_message
 from paceline.extract.vllm.liveness import call_watched
 from paceline.extract.vllm.settings import VllmSettings, check_effective
 from paceline.extract.vllm.wire import Message
-from paceline.vllm_process import children, set_environment, shut_down, stdout_to_stderr
+from paceline.vllm_process import (
+    children,
+    interruptible,
+    set_environment,
+    shut_down,
+    stdout_to_stderr,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +57,7 @@ class VllmEngine:
         others = children()
         # vLLM's constructors raise whatever their parts raise.
         try:
-            with stdout_to_stderr():
+            with interruptible(), stdout_to_stderr():
                 self._llm = vllm.LLM(**settings.arguments)
         except Exception as error:
             raise EngineError(
@@ -62,7 +68,7 @@ class VllmEngine:
         try:
             self._watch_drivers()
             self.all_settings = self._effective_settings()
-            self.settings = check_effective(self.all_settings, dtype)
+            self.settings = check_effective(self.all_settings, dtype, settings.captures)
             self.info = EngineInfo("vllm", vllm.__version__, dtype, self._recorded())
         except BaseException:
             # Nobody else can: whoever asked for the engine has nothing in hand, and in a notebook
@@ -186,7 +192,15 @@ class VllmEngine:
         return call_watched(lambda: self._engine.collective_rpc(method, args=args), self._processes)
 
     def _add(self, request: str, prompt: list[int], params: Any) -> None:
-        self._engine.add_request(request, {"prompt_token_ids": prompt}, params)
+        # vLLM raises for what it will not run, such as a prompt beyond `max_model_len`.
+        try:
+            self._engine.add_request(request, {"prompt_token_ids": prompt}, params)
+        except Exception as error:
+            raise EngineError(
+                f"vLLM refuses a prompt of {len(prompt)} tokens: {error} Mend `engine_options` "
+                f"(max_model_len is {self.settings['max_model_len']}) and run the same command "
+                "again"
+            ) from error
         self._requests.add(request)
 
     def _step(self) -> list[Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from paceline.errors import UsageError
 from paceline.extract.engine import Engine
 from paceline.extract.vllm.engine import VllmEngine
 from paceline.extract.vllm.local_hosts import launch_local, share_devices
@@ -19,7 +20,7 @@ from paceline.extract.vllm.settings import (
 )
 from paceline.recipe import ExtractOptions
 from paceline.target.layers import plan_layers
-from paceline.target.spec import Target
+from paceline.target.spec import Target, long_rope_from
 from paceline.vllm_process import set_environment
 
 # A step may wait for its writers, and they for a training that makes room in a byte budget; vLLM
@@ -54,9 +55,22 @@ def vllm_settings(
     if "max_model_len" not in wanted and (longest := context_length(options, target)):
         wanted["max_model_len"] = longest
         environment |= context_environment(target, longest)
+    _refuse_mixed_rope(options, target, wanted.get("max_model_len"))
     tokens = batched_tokens(options, _on_cpu(), row_bytes)
     arguments = llm_arguments(target, dtype, wanted, tokens)
     return VllmSettings(arguments, scratch, environment=environment)
+
+
+def _refuse_mixed_rope(options: ExtractOptions, target: Target, length: int | None) -> None:
+    original = long_rope_from(target)
+    if original and length and length > original and not options.waive_reference:
+        raise UsageError(
+            f"with max_model_len {length} vLLM runs every sample of this target with the long "
+            f"factors of its LongRoPE, which transformers keeps for samples of more than "
+            f"{original} tokens. Run `prepare` with max_length {original - 1} at most, or use "
+            "engine transformers; for a draft that is served with a longer context than "
+            f"{original}, where vLLM does the same, pass waive_reference."
+        )
 
 
 def _on_cpu() -> bool:

@@ -17,6 +17,8 @@ EXTENSION = "paceline.extract.vllm.extension.PacelineTap"
 # Hooks see nothing under compilation; cached tokens run no forward pass; a drafter runs rows that
 # are not the prompt's.
 _FORCED = {"enforce_eager": True, "enable_prefix_caching": False, "speculative_config": None}
+# Answers are not tapped, so only these are needed; the rest is vLLM's own, or the user's.
+_FORCED_FOR_ANSWERS = {"speculative_config": None}
 _OURS = ("model", "worker_extension_cls", "dtype", "data_parallel_size")
 
 # Prefill is at its best from about this many tokens a step on: an H200 gains nothing beyond, and
@@ -37,7 +39,8 @@ class VllmSettings:
     of the machine that the engine is on. replica: the number of this engine among those that share
     the work. driver: a process whose death ends all of it, besides the one that starts the engine.
     host_memory_bytes: of the ring that rows pass through. writers: threads that write shards, on a
-    GPU; one waits for the disk while another writes.
+    GPU; one waits for the disk while another writes. captures: whether states are tapped, or only
+    answers written.
     """
 
     arguments: dict[str, Any]
@@ -47,18 +50,26 @@ class VllmSettings:
     host_memory_bytes: int = HOST_MEMORY_BYTES
     writers: int = 4
     environment: dict[str, str] = field(default_factory=dict)
+    captures: bool = True
 
 
 def llm_arguments(
-    target: Target, dtype: str, wanted: dict[str, Any], max_batch_tokens: int | None
+    target: Target,
+    dtype: str,
+    wanted: dict[str, Any],
+    max_batch_tokens: int | None,
+    captures: bool = True,
 ) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`; UsageError where `wanted` contradicts what a capture must have."""
-    wrong = [f"{k}={wanted[k]!r}" for k in _FORCED if k in wanted and wanted[k] != _FORCED[k]]
+    """Arguments of `vllm.LLM`; UsageError where `wanted` contradicts what a capture, or else
+    what `generate` must have."""
+    forced = _FORCED if captures else _FORCED_FOR_ANSWERS
+    wrong = [f"{k}={wanted[k]!r}" for k in forced if k in wanted and wanted[k] != forced[k]]
     wrong += [f"{k}={wanted[k]!r}" for k in _OURS if k in wanted]
     if wrong:
         raise UsageError(
-            f"engine_options: {', '.join(wrong)} cannot be set: extraction needs "
-            f"{', '.join(f'{k}={v!r}' for k, v in _FORCED.items())} and sets {', '.join(_OURS)} "
+            f"engine_options: {', '.join(wrong)} cannot be set: "
+            f"{'extract' if captures else 'generate'} needs "
+            f"{', '.join(f'{k}={v!r}' for k, v in forced.items())} and sets {', '.join(_OURS)} "
             "itself (several engines beside each other: option `workers`)"
         )
     arguments: dict[str, Any] = {
@@ -68,7 +79,7 @@ def llm_arguments(
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "worker_extension_cls": EXTENSION,
-        **_FORCED,
+        **forced,
         **wanted,
     }
     if max_batch_tokens is not None:
@@ -106,16 +117,19 @@ def context_environment(target: Target, length: int) -> dict[str, str]:
     return {} if positions is None or length <= positions else _LONG_ENVIRONMENT
 
 
-def check_effective(found: list[dict[str, Any]], dtype: str) -> dict[str, Any]:
-    """The workers' own settings are what a capture needs; returns those of the first.
+def check_effective(
+    found: list[dict[str, Any]], dtype: str, captures: bool = True
+) -> dict[str, Any]:
+    """The workers' own settings are what a capture (or else `generate`) needs; returns those of the
+    first.
 
     vLLM changes settings on its own for some models, so what was asked for proves nothing.
     """
     wrong = []
     for settings in found:
-        if not settings["enforce_eager"]:
+        if captures and not settings["enforce_eager"]:
             wrong.append("enforce_eager is off: hooks would see nothing")
-        if settings["prefix_caching"]:
+        if captures and settings["prefix_caching"]:
             wrong.append("prefix caching is on: cached tokens run no forward pass")
         if settings["speculative"]:
             wrong.append("speculative decoding is on")
@@ -123,7 +137,7 @@ def check_effective(found: list[dict[str, Any]], dtype: str) -> dict[str, Any]:
             wrong.append(f"dtype is {settings['dtype']}, not {dtype}")
         # vLLM divides the residual stream of these by a factor in half precision.
         scaled = any(name in settings["architecture"] for name in ("Deepseek", "Kimi"))
-        if scaled and settings["dtype"] == "float16":
+        if captures and scaled and settings["dtype"] == "float16":
             wrong.append("float16 scales the residual stream of this architecture: use bfloat16")
     if wrong:
         raise EngineError("vLLM's effective settings: " + "; ".join(dict.fromkeys(wrong)))
