@@ -104,6 +104,24 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 @contextmanager
+def replaced_file(path: Path) -> Iterator[Path]:
+    """A file to write, which takes the place of `path` at the end, whole and on the disk. After an
+    error what was there before stays, and what was written goes. For folders that one process owns:
+    two would write the same file. Raises DiskFullError or StoreError."""
+    aside = _aside(path)
+    try:
+        with disk_errors(path):
+            yield aside
+            with aside.open("rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(aside, path)
+            fsync_folder(path.parent)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
     """A folder to fill, which takes the place of `folder` at the end, whole; missing parents are
     made. After an error what was there before stays, and what was written goes, so that a full disk
@@ -141,8 +159,8 @@ def mend_folders(parent: Path) -> None:
         mend_folder(parent / name)
 
 
-def _aside(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.tmp")
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")
 
 
 def _before(folder: Path) -> Path:

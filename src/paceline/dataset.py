@@ -5,7 +5,6 @@ A part appears under its final name only when whole; it may carry a record of ho
 """
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from paceline.artefact import Manifest, disk_errors, fsync_folder, load_finished
+from paceline.artefact import Manifest, load_finished, replaced_file
 from paceline.contracts import TokenSample
-from paceline.errors import DataError, PacelineError
+from paceline.errors import DataError
 
 PARTS_FOLDER = "data"
 _RECORD_KEY = b"paceline"
@@ -65,17 +64,8 @@ def write_part(
     table = _table(samples)
     if record is not None:
         table = table.replace_schema_metadata({_RECORD_KEY: json.dumps(record)})
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with disk_errors(path):
-            pq.write_table(table, aside, compression="zstd")
-            with aside.open("rb+") as file:
-                os.fsync(file.fileno())
-    except PacelineError:
-        aside.unlink(missing_ok=True)
-        raise
-    os.replace(aside, path)
-    fsync_folder(path.parent)
+    with replaced_file(path) as aside:
+        pq.write_table(table, aside, compression="zstd")
     return path
 
 

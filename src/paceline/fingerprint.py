@@ -31,14 +31,13 @@ def of_file(path: str | Path) -> str:
     64 KiB and samples evenly spread between."""
     path = Path(path)
     total_bytes = path.stat().st_size
+    if total_bytes <= _WHOLE_FILE_BYTES:
+        return of_whole_file(path)
     digest = hashlib.sha256(str(total_bytes).encode())
     with path.open("rb") as file:
-        if total_bytes <= _WHOLE_FILE_BYTES:
-            digest.update(file.read())
-        else:
-            for i in range(_NUM_SAMPLES):
-                file.seek((total_bytes - _SAMPLE_BYTES) * i // (_NUM_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
+        for i in range(_NUM_SAMPLES):
+            file.seek((total_bytes - _SAMPLE_BYTES) * i // (_NUM_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:32]
 
 

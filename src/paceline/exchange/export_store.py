@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -10,9 +9,8 @@ from paceline import fingerprint
 from paceline.artefact import (
     StageFolder,
     describe_input,
-    disk_errors,
-    fsync_folder,
     open_stage,
+    replaced_file,
     write_json,
 )
 from paceline.errors import UsageError
@@ -101,17 +99,8 @@ def _export(
     if not chosen:
         raise UsageError(f"export-store: {options.store} has no sample of split {options.split!r}")
     write_json(stage.path / CONFIG_NAME, config)
-    aside = stage.path / f".{ROWS_NAME}.tmp"
-    try:
-        with disk_errors(aside), aside.open("w", encoding="utf-8") as rows:
-            num_before = _write_files(stage.path, store, layout, chosen, rows)
-            rows.flush()
-            os.fsync(rows.fileno())
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-    os.replace(aside, stage.path / ROWS_NAME)
-    fsync_folder(stage.path)
+    with replaced_file(stage.path / ROWS_NAME) as aside, aside.open("w", encoding="utf-8") as rows:
+        num_before = _write_files(stage.path, store, layout, chosen, rows)
     logger.info("export-store: %d of %d files were there before", num_before, len(chosen))
     result = {
         "target": store.manifest.result["target"],

@@ -38,7 +38,7 @@ from paceline.verbs import make_callable
 
 logger = logging.getLogger(__name__)
 
-# Which file each stored sample is from, one line a sample: {sample_id, file, bytes}.
+# Which file each stored sample is from, one line a sample (`_note`).
 IMPORTED_PATTERN = "imported-{worker}.jsonl"
 _BLAME = (
     "The files hold other layers than `layers` and `layer_convention` say, last states that are "
@@ -94,8 +94,8 @@ def run(options: ImportStoreOptions) -> dict[str, Any]:
         return _import(options, stage, files, stored, said, reader, data)
 
 
-def _stored_files(folder: Path, files: list[ForeignFile]) -> set[str]:
-    """The files, by their paths below the folder, whose samples are published. Raises
+def _stored_files(folder: Path, files: list[ForeignFile]) -> dict[str, str]:
+    """The files, by their paths below the folder, whose samples are published, and these. Raises
     FingerprintMismatch for one that has changed since."""
     published = published_ids(folder)
     lines = [e for e in read_lines(folder, IMPORTED_PATTERN) if e["sample_id"] in published]
@@ -106,7 +106,7 @@ def _stored_files(folder: Path, files: list[ForeignFile]) -> set[str]:
                 f"{line['file']} has changed since it was stored in {folder} as "
                 f"{line['sample_id']}: choose another folder, or remove this one"
             )
-    return {line["file"] for line in lines}
+    return {line["file"]: line["sample_id"] for line in lines}
 
 
 def _is_unchanged(path: Path, line: dict[str, Any]) -> bool:
@@ -179,7 +179,7 @@ def _import(
     options: ImportStoreOptions,
     stage: StageFolder,
     files: list[ForeignFile],
-    stored: set[str],
+    stored: dict[str, str],
     said: Said,
     reader: _Reader,
     data: TokenDataset | None,
@@ -236,16 +236,15 @@ def _take(
     folder: Path,
     spec: StoreSpec,
     files: list[ForeignFile],
-    stored: set[str],
+    stored: dict[str, str],
     reader: _Reader,
 ) -> tuple[Accounting, list[ForeignFileError]]:
     """Store what is not stored yet; what is wrong is written down and told."""
     skipped: Counter[str] = Counter()
     bad: list[ForeignFileError] = []
     # A shard is durable, a line is not until later: after a power cut samples may have none.
-    told = {e["sample_id"] for e in read_lines(folder, IMPORTED_PATTERN)}
-    published = published_ids(folder)
-    seen, untold = published & told, published - told
+    seen = set(stored.values())
+    untold = published_ids(folder) - seen
     logger.info("import-store: %d of %d files were stored before", len(stored), len(files))
     # Files that were bad before may have been mended.
     (folder / QUARANTINE_PATTERN.format(worker=0)).unlink(missing_ok=True)

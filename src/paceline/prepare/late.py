@@ -30,8 +30,10 @@ def split_late(
     beyond = bisect_left(range(len(longest)), limit, key=lambda char: encoded.token_at(char)[0])
     shared = longest[:beyond]
     is_late = lambda sample: sample.spans[0].start >= beyond and sample.text.startswith(shared)
-    late = [sample for sample in samples[1:] if is_late(sample)]
-    return [samples[0], *(sample for sample in samples[1:] if not is_late(sample))], late
+    early, late = [samples[0]], []
+    for sample in samples[1:]:
+        (late if is_late(sample) else early).append(sample)
+    return early, late
 
 
 def count_supervised(samples: list[TextSample], tokenizer: TextTokenizer) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from paceline.artefact import write_atomically
+from paceline.artefact import replaced_file, write_atomically
 from paceline.contracts import HELDOUT_SPLIT, TRAIN_SPLIT
 from paceline.dataset import PLAIN_COLUMNS, list_parts, read_batches, read_record
 from paceline.errors import DataError
@@ -101,13 +101,12 @@ def add_up(folder: Path, vocab_size: int) -> Totals:
 
 def write_skipped(folder: Path) -> None:
     """All skipped rows of all parts, one JSON object a line, in the data's order."""
-    aside = folder / f".{SKIPPED_FILE}.tmp"
     # Half a surrogate pair becomes the escape that JSON has for it.
-    with aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
+    how = {"encoding": "utf-8", "errors": "backslashreplace"}
+    with replaced_file(folder / SKIPPED_FILE) as aside, aside.open("w", **how) as file:
         for part in list_parts(folder):
             for entry in read_record(part)["skipped"]:
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-    aside.replace(folder / SKIPPED_FILE)
 
 
 def write_counts(folder: Path, totals: Totals) -> None:
