@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +47,15 @@ _QUESTIONS = [
     "Name a planet.",
     "How tall is a door?",
 ]
+
+
+@pytest.fixture
+def heeds_interrupts() -> Iterator[None]:
+    """Python's own handler, also where whoever started the tests has SIGINT ignored (as `&` does in
+    a script)."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @dataclass(frozen=True)

@@ -3,19 +3,10 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from paceline.vllm_process import interruptible
-
-
-@pytest.fixture
-def heeds_interrupts() -> Iterator[None]:
-    """A run that was started in the background ignores them."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def swallows_an_interrupt() -> None:

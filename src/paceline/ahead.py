@@ -2,9 +2,7 @@
 
 import importlib.util
 from collections.abc import Mapping
-from pathlib import Path
 
-from paceline.artefact import refuse_own_inputs
 from paceline.contracts import LayerPlan
 from paceline.draft.config import DraftConfig
 from paceline.draft.from_target import Config
@@ -15,8 +13,7 @@ from paceline.forms.source import open_draft
 from paceline.recipe import EvaluateOptions, Recipe, StageOptions
 from paceline.target.layers import plan_layers
 from paceline.target.spec import Target, open_target
-from paceline.train.start import shape_to_train
-from paceline.train.trackers import check_installed
+from paceline.train.start import check_early, shape_to_train
 
 
 def look_ahead(recipe: Recipe, planned: Mapping[str, StageOptions], to_come: set[str]) -> None:
@@ -27,15 +24,17 @@ def look_ahead(recipe: Recipe, planned: Mapping[str, StageOptions], to_come: set
     """
     if "train" in to_come:
         train = planned["train"]
-        check_installed(train.trackers)
-        refuse_own_inputs(Path(train.out), {"start_from": {"path": train.start_from}})
+        check_early(train)
         if train.store == planned["extract"].out:
             target = open_target(train, with_weights=False)
             shape_of_draft(recipe, planned, target, target.text_config, target.num_layers)
     if "evaluate" in to_come:
         _check_evaluate(planned["evaluate"])
-    if missing := sorted(name for name in to_come if _needs_vllm(name, planned[name])):
-        _check_vllm(missing)
+    needing = sorted(name for name in to_come if _needs_vllm(name, planned[name]))
+    if needing and importlib.util.find_spec("vllm") is None:
+        raise UsageError(
+            f"{', '.join(needing)}: vLLM is not installed here: pip install 'paceline[vllm]'"
+        )
 
 
 def shape_of_draft(
@@ -71,10 +70,3 @@ def _needs_vllm(stage: str, options: StageOptions) -> bool:
     if stage == "evaluate":
         return options.mode == "served" and not options.server
     return getattr(options, "engine", None) == "vllm"
-
-
-def _check_vllm(stages: list[str]) -> None:
-    if importlib.util.find_spec("vllm") is None:
-        raise UsageError(
-            f"{', '.join(stages)}: vLLM is not installed here: pip install 'paceline[vllm]'"
-        )

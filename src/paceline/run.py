@@ -125,7 +125,8 @@ def _look_ahead(recipe: Recipe, planned: dict[str, StageOptions]) -> None:
         for name, options in planned.items()
         if options.overwrite or _state(options.out)[1] != COMPLETE
     }
-    importlib.import_module("paceline.ahead").look_ahead(recipe, planned, to_come)
+    if to_come:
+        importlib.import_module("paceline.ahead").look_ahead(recipe, planned, to_come)
 
 
 def _is_plan_of(recipe: Recipe, path: Path) -> bool:

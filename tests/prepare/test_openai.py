@@ -286,15 +286,6 @@ def test_answers_inside_a_running_loop(
         asyncio.run(cell("c", **openai("http://127.0.0.1:9/v1")))
 
 
-@pytest.fixture
-def heeds_interrupts() -> Iterator[None]:
-    """Python's own handler, also where whoever started the tests has SIGINT ignored (as `&` does in
-    a script)."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 class _InterruptedSubmit(ThreadPoolExecutor):
     """Ctrl-C comes when the thread has begun its work and nobody waits for it yet."""
 

@@ -4,6 +4,7 @@ import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -58,8 +59,13 @@ def load_model(
 
 def cached(model: nn.Module, cache: Cache | None) -> dict[str, Cache | bool | None]:
     """Arguments of a forward pass over keys and values, by the name that this release knows."""
-    takes = inspect.signature(model.forward).parameters
-    return {"cache" if "cache" in takes else "past_key_values": cache, "use_cache": True}
+    return {_cache_argument(type(model)): cache, "use_cache": True}
+
+
+@lru_cache
+def _cache_argument(kind: type[nn.Module]) -> str:
+    # Looked up once a class: it is asked for at every token.
+    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
 def num_parameters(target: Target) -> int:

@@ -15,7 +15,6 @@ from paceline.artefact import (
     describe_input,
     load_finished,
     open_stage,
-    refuse_own_inputs,
     write_json,
 )
 from paceline.device import dtype_name, product_flops, reset_peak, training_dtype
@@ -37,9 +36,9 @@ from paceline.train.parallel import share_draft
 from paceline.train.ranks import Ranks, open_ranks
 from paceline.train.session import Session
 from paceline.train.source import leave, open_store, plan_of
-from paceline.train.start import earlier_draft, new_draft, shape_to_train
+from paceline.train.start import check_early, earlier_draft, new_draft, new_shape
 from paceline.train.teacher import open_teacher
-from paceline.train.trackers import check_installed, open_trackers
+from paceline.train.trackers import open_trackers
 from paceline.train.weights import finish_draft, frozen_weights, kept_tensors, round_weights
 from paceline.vocab import DraftVocabulary, load_vocabulary
 
@@ -60,8 +59,7 @@ def run(options: TrainOptions) -> dict[str, Any]:
             "train: pass `store` (of `extract`), `vocab` (of `align`; or `start_from`, a draft) "
             "and `out`"
         )
-    check_installed(options.trackers)
-    refuse_own_inputs(Path(options.out), {"start_from": {"path": options.start_from}})
+    check_early(options)
     with ExitStack() as stack:
         with open_ranks(options.device) as ranks:
             store, store_input = stack.enter_context(open_store(options, ranks))
@@ -125,8 +123,11 @@ def _train(
 ) -> None:
     """stage: of the first rank; the others touch nothing in the folder."""
     folder = Path(options.out)
-    config = shape_to_train(
-        options, target, target.text_config, store.spec.layers.aux, len(vocabulary.d2t)
+    aux_layers, vocab_size = store.spec.layers.aux, len(vocabulary.d2t)
+    config = (
+        earlier.config
+        if earlier is not None
+        else new_shape(options, target.text_config, aux_layers, vocab_size)
     )
     share = RankShare.of_draft(config, options.ttt_steps, ranks.number, ranks.count)
     plan = plan_of(options, store, share)

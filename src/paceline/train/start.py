@@ -6,11 +6,13 @@ millions of rows small random weights and gains of one end as well or better (do
 """
 
 import logging
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from paceline.artefact import refuse_own_inputs
 from paceline.draft.config import DraftConfig
 from paceline.draft.from_target import Config, draft_config
 from paceline.draft.model import LLAMA_LAYER_NAMES, Draft, DraftLayer
@@ -19,12 +21,19 @@ from paceline.forms.source import DraftSource, open_draft
 from paceline.recipe import TrainOptions
 from paceline.target.model import TeacherHead, bare_layers, load_embedding
 from paceline.target.spec import Target
+from paceline.train.trackers import check_installed
 from paceline.vocab import DraftVocabulary
 
 logger = logging.getLogger(__name__)
 
 _RANDOM_STD = 0.02
 _BEFORE_MLP = "pre_feedforward_layernorm.weight"
+
+
+def check_early(options: TrainOptions) -> None:
+    """What the options alone tell, before there are inputs. Raises UsageError."""
+    check_installed(options.trackers)
+    refuse_own_inputs(Path(options.out), {"start_from": {"path": options.start_from}})
 
 
 def shape_to_train(
@@ -41,9 +50,17 @@ def shape_to_train(
     earlier draft reads others, TrainingError where no such draft can be made.
     """
     if options.start_from:
-        return _earlier_shape(
-            open_draft(options.start_from, options.start_form), target, aux_layers
-        )
+        source = open_draft(options.start_from, options.start_form)
+        config = source.config(target)
+        _check_layers(source, config, aux_layers)
+        return config
+    return new_shape(options, text_config, aux_layers, draft_vocab_size)
+
+
+def new_shape(
+    options: TrainOptions, text_config: Config, aux_layers: tuple[int, ...], draft_vocab_size: int
+) -> DraftConfig:
+    """The shape of a new draft; see shape_to_train. Raises TrainingError."""
     config = draft_config(options.draft, text_config, aux_layers, draft_vocab_size)
     if not options.train_head and not config.shares_embedding:
         raise TrainingError(
@@ -57,18 +74,17 @@ def earlier_draft(source: DraftSource, target: Target, aux_layers: tuple[int, ..
     """A draft to train further, in float32. Raises FingerprintMismatch where it reads other layers
     than the states have, or was trained on another target."""
     source.check_target(target)
-    _earlier_shape(source, target, aux_layers)
-    return source.load(target, torch.float32)
+    draft = source.load(target, torch.float32)
+    _check_layers(source, draft.config, aux_layers)
+    return draft
 
 
-def _earlier_shape(source: DraftSource, target: Target, aux_layers: tuple[int, ...]) -> DraftConfig:
-    config = source.config(target)
+def _check_layers(source: DraftSource, config: DraftConfig, aux_layers: tuple[int, ...]) -> None:
     if config.aux_layers != aux_layers:
         raise FingerprintMismatch(
             f"{source.folder} reads the layers {list(config.aux_layers)}, the states are those of "
             f"{list(aux_layers)}: extract what the draft reads"
         )
-    return config
 
 
 def new_draft(
