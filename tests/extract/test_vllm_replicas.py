@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -20,6 +22,7 @@ from paceline.extract.engine import EngineInfo
 from paceline.extract.guards import Guards
 from paceline.extract.sink import Destination
 from paceline.extract.vllm import opening, ray_hosts, replica, replicas
+from paceline.extract.vllm.local_hosts import LocalHost
 from paceline.extract.vllm.replicas import Launcher, ReplicaPool
 from paceline.extract.vllm.settings import VllmSettings
 from paceline.recipe import ExtractOptions
@@ -73,6 +76,9 @@ class ThreadHost:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
+    def fate(self) -> str:
+        return "was struck by lightning"
+
     def end(self) -> None:
         self._thread.join(300)
 
@@ -89,6 +95,9 @@ class NoRoom:
 
     def alive(self) -> bool:
         return True
+
+    def fate(self) -> str:
+        return "waits"
 
     def end(self) -> None:
         self.ended = True
@@ -191,3 +200,61 @@ def test_engines_that_find_no_room_are_told_of_and_given_up(
     assert hosts[1].ended
     assert not hosts[0].alive()
     assert re.search(waits, caplog.text)
+
+
+class Mortal(Engine):
+    """Ends with its process: the first when it is opened, or all when they have captured a row."""
+
+    dies_at = ""
+
+    def __init__(self, settings: VllmSettings, num_layers: int, dtype: str) -> None:
+        super().__init__(settings, num_layers, dtype)
+        if self.dies_at == "start" and settings.replica == 0:
+            raise SystemExit
+
+    def capture(self, samples: Iterable[TokenSample], *rest: Any) -> None:
+        next(iter(samples))
+        raise SystemExit
+
+
+def test_an_engine_that_dies_while_it_starts_is_told_of_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Mortal, "dies_at", "start")
+    monkeypatch.setattr(replica, "VllmEngine", Mortal)
+    with pytest.raises(EngineError, match=r"^engine 0 was struck by lightning$"):
+        pool_of(settings_in(tmp_path))
+
+
+def test_when_all_engines_are_dead_the_reason_of_each_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(replica, "VllmEngine", Mortal)
+    pool = pool_of(settings_in(tmp_path))
+    struck = r"engine [01] was struck by lightning"
+    try:
+        with (
+            open_stage(tmp_path / "store", "extract", {}, {}),
+            pytest.raises(EngineError, match=rf"workers are gone \({struck}; {struck}\)"),
+        ):
+            pool.capture(SAMPLES, PLAN, destination_in(tmp_path / "store"), lambda _: None)
+    finally:
+        pool.close()
+    assert len(re.findall(rf"{struck}; [12] samples go back into the queue", caplog.text)) == 2
+
+
+@pytest.mark.parametrize(
+    ("ending", "told"),
+    [
+        ("sys.exit(3)", "died with exit code 3; its own words are above"),
+        ("os.kill(os.getpid(), 11)", "died with exit code -11; its own words are above"),
+        ("os.kill(os.getpid(), 9)", "died with exit code -9: SIGKILL, by the kernel where"),
+    ],
+)
+def test_how_a_process_has_ended_is_told(ending: str, told: str) -> None:
+    program = f"import os, sys; {ending}"
+    process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+    host = LocalHost(process, 0)
+    assert host.fate().startswith(told)
+    assert not host.alive()
+    host.end()

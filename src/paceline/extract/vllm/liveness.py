@@ -1,9 +1,10 @@
-"""Calls into vLLM's processes that end when such a process does.
+"""How vLLM's processes end, and calls into them that end with them.
 
 vLLM fails the step that is under way when its engine process dies, but a call of a method is never
 answered then, and its caller would wait for ever.
 """
 
+import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from multiprocessing.process import BaseProcess
@@ -15,6 +16,17 @@ from paceline.errors import EngineError
 _LOOK_EVERY_S = 0.5
 
 Answer = TypeVar("Answer")
+
+
+def exit_words(code: int) -> str:
+    """How a process ended; code: as `subprocess` and `multiprocessing` give it, minus the signal
+    that ended it."""
+    if code != -signal.SIGKILL:
+        return f"died with exit code {code}; its own words are above"
+    return (
+        f"died with exit code {code}: SIGKILL, by the kernel where the machine was out of memory "
+        "(`dmesg` tells)"
+    )
 
 
 def call_watched(call: Callable[[], Answer], processes: Sequence[BaseProcess]) -> Answer:
@@ -38,8 +50,7 @@ def call_watched(call: Callable[[], Answer], processes: Sequence[BaseProcess]) -
         for process in processes:
             if not process.is_alive() and not answer.done():
                 raise EngineError(
-                    f"vLLM's process {process.name} (pid {process.pid}) died with exit code "
-                    f"{process.exitcode}; its own words are above. Run the same command again to "
-                    "go on."
+                    f"vLLM's process {process.name} (pid {process.pid}) "
+                    f"{exit_words(process.exitcode)}. Run the same command again to go on."
                 )
     return answer.result()

@@ -11,10 +11,13 @@ from pathlib import Path
 import torch
 
 from paceline.errors import UsageError
+from paceline.extract.vllm.liveness import exit_words
 from paceline.extract.vllm.replica import KEY_VARIABLE
 
 _REPLICA = "paceline.extract.vllm.replica"
 _END_TIMEOUT_S = 60.0
+# Of waiting for the end of a process that has let go of its connection.
+_GONE_TIMEOUT_S = 10.0
 _POLL_S = 0.05
 
 
@@ -30,6 +33,12 @@ class LocalHost:
 
     def alive(self) -> bool:
         return self._process.poll() is None
+
+    def fate(self) -> str:
+        try:
+            return exit_words(self._process.wait(_GONE_TIMEOUT_S))
+        except subprocess.TimeoutExpired:
+            return "lives without a connection"
 
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):

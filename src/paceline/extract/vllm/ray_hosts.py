@@ -8,6 +8,9 @@ import socket
 
 from paceline.extract.vllm.replica import call_driver
 
+# Ray learns of an end some seconds after the connection does.
+_TOLD_TIMEOUT_S = 30.0
+
 
 class RayHost:
     """An actor that serves the driver."""
@@ -33,6 +36,17 @@ class RayHost:
         import ray
 
         return not ray.wait([self._served], timeout=0)[0]
+
+    def fate(self) -> str:
+        import ray
+
+        try:
+            ray.get(self._served, timeout=_TOLD_TIMEOUT_S)
+        except ray.exceptions.GetTimeoutError:
+            return "has no connection, and Ray does not know why"
+        except ray.exceptions.RayError as error:
+            return f"is gone: {error}"
+        return "has ended"
 
     def end(self) -> None:
         import ray

@@ -47,6 +47,10 @@ class Host(Protocol):
 
     def alive(self) -> bool: ...
 
+    def fate(self) -> str:
+        """How it ended, to follow its name; asked when it has ended or its connection is lost."""
+        ...
+
     def end(self) -> None:
         """Kill it with all that it started; returns when none of it can publish any more."""
         ...
@@ -165,8 +169,9 @@ class ReplicaPool:
                 logger.warning("%s", self._absent())
 
     def _refuse_dead(self) -> None:
-        if dead := [host.name for host in self._hosts if not host.alive()]:
-            raise EngineError(f"{', '.join(dead)} ended while starting")
+        if dead := [host for host in self._hosts if not host.alive()]:
+            fates = "; ".join(f"{host.name} {host.fate()}" for host in dead)
+            raise EngineError(f"ended while starting: {fates}")
 
     def _absent(self) -> str:
         here = [member.host for member in self._members]
@@ -219,9 +224,9 @@ class ReplicaPool:
                     else:
                         del active[connection]
                         failures += [message["error"]] if message["kind"] == "error" else []
-                except (EOFError, OSError) as error:
+                except (EOFError, OSError):
                     del active[connection]
-                    self._bury(member, queue, destination, error)
+                    self._bury(member, queue, destination)
         return failures
 
     def _try(self, member: _Member, action: Callable[[], None]) -> None:
@@ -231,25 +236,24 @@ class ReplicaPool:
         except OSError as error:
             logger.warning("%s: %s", member.host.name, error)
 
-    def _bury(
-        self, member: _Member, queue: "_Queue", destination: Destination, error: Exception
-    ) -> None:
+    def _bury(self, member: _Member, queue: "_Queue", destination: Destination) -> None:
         """A replica has died: make sure that all of it is gone, then give back what it owed."""
+        fate = f"{member.host.name} {member.host.fate()}"
         member.host.end()
         member.connection.close()
         self._members.remove(member)
-        self._lost.append(f"{member.host.name} died ({error!r})")
+        self._lost.append(fate)
         settled = published_ids(destination.folder)
         settled |= {e["sample_id"] for e in read_lines(destination.folder, QUARANTINE_PATTERN)}
         owed = [s for name, s in member.assigned.items() if name not in settled]
-        logger.warning("%s died; %d samples go back into the queue", member.host.name, len(owed))
+        logger.warning("%s; %d samples go back into the queue", fate, len(owed))
         queue.give_back(owed)
 
     def _expect(self, member: _Member, kind: str) -> Message:
         try:
             message = member.receive()
         except (EOFError, OSError) as error:
-            raise EngineError(f"{member.host.name} died: {error!r}") from error
+            raise EngineError(f"{member.host.name} {member.host.fate()}") from error
         if message["kind"] == "error":
             wire.raise_error(message["error"])
         if message["kind"] != kind:
