@@ -6,10 +6,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
+
+from paceline.vllm_orphans import Driver, ending_with
 
 
 def set_environment(wanted: dict[str, str]) -> None:
@@ -60,17 +62,34 @@ def interruptible() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def start(arguments: Mapping[str, Any], drivers: list[Driver]) -> tuple[Any, list[BaseProcess]]:
+    """vLLM's `LLM`, and the processes that it has started, which end with the drivers; raises what
+    vLLM raises."""
+    import vllm
+
+    others = children()
+    with interruptible(), stdout_to_stderr(), ending_with(drivers):
+        llm = vllm.LLM(**arguments)
+    return llm, sorted(children() - others, key=lambda process: process.pid)
+
+
 def children() -> set[BaseProcess]:
     """The processes that this one has started by multiprocessing, as vLLM does, and that live."""
     return set(multiprocessing.active_children())
 
 
-def shut_down(engine: Any, processes: Collection[BaseProcess]) -> None:
-    """Let go of vLLM's engine: the processes that it has started end, and without such ones the
-    GPU memory of this one is free again."""
-    engine.engine_core.shutdown()
-    if not processes:
-        from vllm.distributed import cleanup_dist_env_and_memory
+def free_memory() -> None:
+    """Once an engine in this process is shut down and nobody holds it: its memory is free again,
+    that of the GPU too. What is left of an engine in other processes would wait for ever."""
+    from vllm.distributed import cleanup_dist_env_and_memory
 
-        # It collects garbage. What is left of an engine in other processes waits for ever then.
-        cleanup_dist_env_and_memory()
+    _forget_models()
+    cleanup_dist_env_and_memory()  # and garbage
+
+
+def _forget_models() -> None:
+    """vLLM 0.16 keeps every model that it has loaded, as the owner of a method, in a cache."""
+    functions = sys.modules.get("vllm.utils.func_utils")
+    cached = getattr(functions, "supports_kw", None)
+    if hasattr(cached, "cache_clear"):
+        cached.cache_clear()

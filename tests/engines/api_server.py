@@ -31,7 +31,7 @@ def api_server(target: Target, folder: Path, more: Sequence[str] = ()) -> Iterat
     command += ["--model", str(target.folder)]
     command += ["--port", str(port), "--host", "127.0.0.1", "--dtype", "float32"]
     command += ["--enforce-eager", "--max-model-len", "512", "--block-size", "32", *more]
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment = os.environ | {"VLLM_NO_USAGE_STATS": "1"}
     log = folder / "log.txt"
     with log.open("w") as file:
         process = subprocess.Popen(

@@ -1,5 +1,6 @@
 """Real vLLM in pytest's own process and in processes of its own; run by `make test-engines`."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,8 @@ from tests.engines.versions import runs_in_one_process, vllm_version
 
 # vLLM in one process would bind that to a core each thread, and all that is started from it later.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+# GiB of KV cache: two versions are tested side by side, each with several engines at a time.
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 if vllm_version() == (0, 0):
     # The main environment has no vLLM: these tests belong to `make test-engines`.
@@ -48,6 +51,9 @@ else:
         engine = VllmEngine(settings_of(target, scratch), target.num_layers, "float32")
         yield engine
         engine.close()
+        if one:
+            layers = [o for o in gc.get_objects() if type(o).__name__ == "LlamaDecoderLayer"]
+            assert not [o for o in layers if "vllm" in type(o).__module__], "the model is kept"
 
     @pytest.fixture
     def own_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,14 @@ def wait_for_shards(out: Path, count: int, process: subprocess.Popen) -> None:
         time.sleep(0.05)
 
 
+def wait_for_words(log: Path, words: str, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while words not in log.read_text():
+        assert process.poll() is None, f"the run ended early: {process.returncode}"
+        assert time.monotonic() < deadline, f"no {words!r} in time"
+        time.sleep(0.02)
+
+
 def wait_for_all_gone(family: list[psutil.Process]) -> None:
     # Helpers of multiprocessing end with vLLM's processes; what loads models must not stay.
     deadline = time.monotonic() + TIMEOUT_S
@@ -157,3 +165,14 @@ def test_killed_driver_worker_and_sigterm(
         _, last = reference.rows(sample)
         error = (stored.last - last).norm(dim=-1) / last.norm(dim=-1)
         assert float(error.max()) <= ROW_BOUND
+
+
+def test_a_driver_killed_while_the_model_is_loaded_leaves_no_process(
+    start: Callable[[Path, Path], subprocess.Popen], data: Path, tmp_path: Path
+) -> None:
+    driver = start(data, tmp_path / "extract")
+    wait_for_words(tmp_path / "log", "Starting to load model", driver)
+    family = psutil.Process(driver.pid).children(recursive=True)
+    driver.kill()
+    driver.wait()
+    wait_for_all_gone(family)

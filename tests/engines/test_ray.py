@@ -17,8 +17,10 @@ pytestmark = pytest.mark.engine_vllm
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """Two nodes with room for one worker each."""
+    # Ray would end a worker for what other tests hold of this machine's memory.
+    monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")
     node = {"num_cpus": 1, "object_store_memory": 100 << 20, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=node)
     cluster.add_node(num_cpus=1, object_store_memory=100 << 20)

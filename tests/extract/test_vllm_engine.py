@@ -62,7 +62,7 @@ def engine_with(
             EngineError,
             "TypeError: odd",
         ),
-        ({"paceline_watch": KeyboardInterrupt("now")}, KeyboardInterrupt, "now"),
+        ({"paceline_settings": KeyboardInterrupt("now")}, KeyboardInterrupt, "now"),
     ],
 )
 def test_an_engine_that_cannot_be_used_lets_go_of_the_model(

@@ -9,13 +9,8 @@ from paceline.errors import EngineError, UsageError
 from paceline.evaluate.metrics import DraftCounters, of_samples
 from paceline.recipe import EvaluateOptions
 from paceline.target.spec import Target
-from paceline.vllm_process import (
-    children,
-    interruptible,
-    set_environment,
-    shut_down,
-    stdout_to_stderr,
-)
+from paceline.vllm_orphans import EXTENSION, this_process
+from paceline.vllm_process import free_memory, set_environment, start
 
 _OURS = ("model", "dtype", "speculative_config", "disable_log_stats", "data_parallel_size")
 _LOGPROBS = 20  # vLLM's own limit, unless it is started otherwise
@@ -82,11 +77,10 @@ class InProcess:
                 "model": str(draft),
                 "num_speculative_tokens": num_draft_tokens,
             }
-        others = children()
+        arguments.setdefault("worker_extension_cls", EXTENSION)
         # vLLM's constructors raise whatever their parts raise.
         try:
-            with interruptible(), stdout_to_stderr():
-                self._llm = vllm.LLM(**arguments)
+            self._llm, self._processes = start(arguments, [this_process()])
         except Exception as error:
             raise EngineError(
                 f"vLLM {vllm.__version__} could not serve {arguments['model']}"
@@ -94,7 +88,6 @@ class InProcess:
                 + f": {error}"
             ) from error
         self._engine = self._llm.llm_engine
-        self._processes = children() - others
         self._number = 0
         self._greedy = vllm.SamplingParams(
             max_tokens=max_new_tokens,
@@ -134,8 +127,10 @@ class InProcess:
 
     def close(self) -> None:
         """Let go of the models; processes that vLLM started end, GPU memory is free again."""
-        shut_down(self._engine, self._processes)
+        self._engine.engine_core.shutdown()
         self._llm = self._engine = None
+        if not self._processes:
+            free_memory()
 
     def _complete(self, requests: list[tuple[list[int], Any]], at_a_time: int) -> list[Any]:
         """Outputs in the order of the requests, at most so many of them under way."""

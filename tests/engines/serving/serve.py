@@ -8,13 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from paceline.vllm_process import shut_down
+from paceline.vllm_process import free_memory
 
 
 def main(request_paths: list[Path]) -> None:
     # One process, so that the loaded draft model can be asked directly.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
     for path in request_paths:
         serve(json.loads(path.read_text()))
 
@@ -58,7 +57,8 @@ def serve(request: dict[str, Any]) -> None:
         "layers": list(runner.model.model.aux_hidden_state_layers),
     }
     Path(request["answers"]).write_text(json.dumps(answer))
-    shut_down(llm.llm_engine, [])
+    llm.llm_engine.engine_core.shutdown()
+    free_memory()
 
 
 def counters_of(llm: Any) -> dict[str, int]:

@@ -19,17 +19,11 @@ from paceline.extract.engine import EngineInfo
 from paceline.extract.sink import Destination
 from paceline.extract.vllm import wire
 from paceline.extract.vllm.capture import Capture, CaptureSetup, slot_count
-from paceline.extract.vllm.extension import driver_message
 from paceline.extract.vllm.liveness import call_watched
 from paceline.extract.vllm.settings import VllmSettings, check_effective
 from paceline.extract.vllm.wire import Message
-from paceline.vllm_process import (
-    children,
-    interruptible,
-    set_environment,
-    shut_down,
-    stdout_to_stderr,
-)
+from paceline.vllm_orphans import this_process
+from paceline.vllm_process import free_memory, set_environment, start
 
 logger = logging.getLogger(__name__)
 
@@ -54,19 +48,16 @@ class VllmEngine:
         self._number = 0
         self._compared = False
         self._requests: set[str] = set()
-        others = children()
+        drivers = [this_process(), *([settings.driver] if settings.driver else [])]
         # vLLM's constructors raise whatever their parts raise.
         try:
-            with interruptible(), stdout_to_stderr():
-                self._llm = vllm.LLM(**settings.arguments)
+            self._llm, self._processes = start(settings.arguments, drivers)
         except Exception as error:
             raise EngineError(
                 f"vLLM {vllm.__version__} could not load {settings.arguments['model']}: {error}"
             ) from error
         self._engine = self._llm.llm_engine
-        self._processes = sorted(children() - others, key=lambda process: process.pid)
         try:
-            self._watch_drivers()
             self.all_settings = self._effective_settings()
             self.settings = check_effective(self.all_settings, dtype, settings.captures)
             self.info = EngineInfo("vllm", vllm.__version__, dtype, self._recorded())
@@ -75,11 +66,6 @@ class VllmEngine:
             # the model would stay on the GPU.
             self.close()
             raise
-
-    def _watch_drivers(self) -> None:
-        settings = self._settings
-        drivers = [driver_message(), *([settings.driver] if settings.driver else [])]
-        self.call("paceline_watch", drivers)
 
     def _effective_settings(self) -> list[Message]:
         """Those of every worker."""
@@ -158,8 +144,10 @@ class VllmEngine:
         """Let go of the model; processes that vLLM started end, GPU memory is free again."""
         if self._llm is None:
             return
-        shut_down(self._engine, self._processes)
+        self._engine.engine_core.shutdown()
         self._llm = self._engine = None
+        if not self._processes:
+            free_memory()
 
     # --- what a capture needs: see capture.Requests ---
 

@@ -4,10 +4,6 @@ Runs inside the worker process. Every method answers with plain values; an error
 """
 
 import functools
-import os
-import socket
-import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -26,8 +22,7 @@ from paceline.extract.vllm.runners import view_of
 from paceline.extract.vllm.sinks import BothSinks, DigestSink, SpoolSink
 from paceline.extract.vllm.tap import Tap
 from paceline.extract.vllm.wire import Message
-
-_WATCH_S = 0.2
+from paceline.vllm_orphans import Extension
 
 
 def _answering(method: Callable[..., Message]) -> Callable[..., Message]:
@@ -53,7 +48,7 @@ class Ranks:
         self.num_tensor, self.num_stages = get_tp_group().world_size, get_pp_group().world_size
 
 
-class PacelineTap:
+class PacelineTap(Extension):
     """Methods that the driver calls by name on every worker."""
 
     @_answering
@@ -80,16 +75,6 @@ class PacelineTap:
             "stage": ranks.stage,
             "kv_blocks": int(config.cache_config.num_gpu_blocks or 0),
         }
-
-    @_answering
-    def paceline_watch(self: Any, drivers: list[Message]) -> Message:
-        """End this worker, from now on, when one of these processes is gone: an orphan must not
-        publish what the next run, which knows nothing of it, makes again, nor hold a GPU."""
-        host, own = socket.gethostname(), os.getpid()
-        watched = [d for d in drivers if d["host"] == host and d["pid"] != own]
-        if watched:
-            threading.Thread(target=_watch, args=(watched,), name="tap-watch", daemon=True).start()
-        return {}
 
     @_answering
     def paceline_open(self: Any, setup: Message) -> Message:
@@ -202,27 +187,6 @@ class _Session:
         if self.digest is None:
             return list(self.store_sinks)
         return [BothSinks(sink, self.digest) for sink in self.store_sinks]
-
-
-def _watch(drivers: list[Message]) -> None:
-    while all(process_start(driver["pid"]) == driver["started"] for driver in drivers):
-        time.sleep(_WATCH_S)
-    os._exit(1)
-
-
-def process_start(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot: with its pid, who it is. None: gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    fields = text.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])
-
-
-def driver_message() -> Message:
-    pid = os.getpid()
-    return {"pid": pid, "host": socket.gethostname(), "started": process_start(pid)}
 
 
 def _ring_for(ring: Ring | None, runner: Any, setup: Message) -> Ring:

@@ -20,6 +20,7 @@ from paceline.extract.vllm import wire
 from paceline.extract.vllm.engine import VllmEngine
 from paceline.extract.vllm.settings import VllmSettings
 from paceline.extract.vllm.wire import Message
+from paceline.vllm_orphans import end_with
 
 # Samples that travel at a time: few, so that the queue's end is shared out evenly.
 PULL_SAMPLES = 2
@@ -35,6 +36,8 @@ class Replica:
 
     def serve(self) -> None:
         setup = self._receive()
+        # A model that is being loaded heeds no connection.
+        end_with([setup["driver"]])
         try:
             _refuse_unseen("the target's folder", Path(setup["arguments"]["model"]))
             engine = VllmEngine(

@@ -21,11 +21,11 @@ from paceline.errors import EngineError
 from paceline.extract.engine import EngineInfo
 from paceline.extract.sink import QUARANTINE_PATTERN, Destination, read_lines
 from paceline.extract.vllm import wire
-from paceline.extract.vllm.extension import driver_message
 from paceline.extract.vllm.replica import PULL_SAMPLES
 from paceline.extract.vllm.settings import VllmSettings
 from paceline.extract.vllm.wire import Message
 from paceline.store import published_ids
+from paceline.vllm_orphans import this_process
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ class ReplicaPool:
                     "arguments": settings.arguments,
                     "scratch": str(settings.scratch) if settings.scratch else None,
                     "replica": self._hosts.index(member.host),
-                    "driver": settings.driver or driver_message(),
+                    "driver": settings.driver or this_process(),
                     "writers": settings.writers,
                     "num_layers": num_layers,
                     "dtype": dtype,
