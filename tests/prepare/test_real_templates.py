@@ -181,6 +181,25 @@ def test_calls_are_supervised_and_results_are_not(name: str, as_text: bool) -> N
     assert "\\" not in text  # encoded once
 
 
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_v3", "gemma4_v4"])
+def test_reasoning_that_is_printed_only_before_calls_is_supervised_there(name: str) -> None:
+    masking = masking_of(name)
+    call = {"type": "function", "id": "a", "function": {"name": "multiply", "arguments": {}}}
+    messages = [
+        user("Uno?"),
+        assistant("", reasoning_content="Thus one.", tool_calls=[call]),
+        {"role": "tool", "name": "multiply", "tool_call_id": "a", "content": "Result 54"},
+        assistant("Alpha."),
+    ]
+    text = "".join(run for sample in masking.spans(messages) for run in sample)
+    assert text.count("Thus one.") == text.count("multiply") == text.count("Alpha.") == 1
+    assert "reasoning_not_rendered" not in masking.found.notes
+    # Before words it is not printed, which is told.
+    spans = masking.spans([user("Uno?"), assistant("Alpha.", reasoning_content="Thus one.")])
+    assert "Thus" not in "".join(run for sample in spans for run in sample)
+    assert masking.found.notes["reasoning_not_rendered"] == 1
+
+
 def test_what_a_template_refuses_is_told_in_its_own_words() -> None:
     with pytest.raises(RowError, match="System role not supported"):
         masking_of("gemma").samples(

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from paceline.errors import TargetError
-from paceline.prepare.conversation import ASSISTANT, Conversation
+from paceline.prepare.conversation import ASSISTANT, Conversation, Message
 from paceline.prepare.rows import RowError
 from paceline.prepare.template import ChatTemplate
 from paceline.prepare.turns import SUREST_FIRST, Span, Turn, TurnFinder
@@ -54,7 +54,11 @@ class SpanFinder:
         numbers = conversation.assistant_turns
         if not numbers:
             raise RowError("no_assistant_turn", "no message is the assistant's")
-        notes = self._notes(conversation)
+        if self.template.form.arguments == "unsupported" and any(
+            "tool_calls" in m for m in messages
+        ):
+            raise RowError("template_error", "the chat template does not print tool calls")
+        notes: Counter[str] = Counter()
         if numbers[-1] != len(messages) - 1:
             self.template.render(messages, tools)  # a refusal of the whole counts
             notes["trailing_turns_dropped"] += 1
@@ -66,22 +70,15 @@ class SpanFinder:
             found = [self.turns.find_last(messages[: numbers[-1] + 1], tools)]
             notes["turns_not_supervised"] += len(turns) - 1
         notes["prompt_differs_from_history"] += sum(turn.prompt_differs for turn in found)
+        # Asked of each turn: templates print it in some turns and not in others.
+        answers = zip(numbers[-len(found) :], found, strict=True)
+        notes["reasoning_not_rendered"] += any(_lacks_reasoning(messages[i], t) for i, t in answers)
         method = max((turn.method for turn in found), key=SUREST_FIRST.index)
         samples = self._compose(found, conversation.finished)
         samples = [sample for sample in samples if sample.spans]
         if not samples:
             raise RowError("empty_answer", "the assistant's turns are empty")
         return MaskedConversation(samples, method, +notes)
-
-    def _notes(self, conversation: Conversation) -> Counter[str]:
-        form = self.template.form
-        messages = conversation.messages
-        if form.arguments == "unsupported" and any("tool_calls" in m for m in messages):
-            raise RowError("template_error", "the chat template does not print tool calls")
-        notes: Counter[str] = Counter()
-        if not form.reasoning_key and any(m.get("reasoning_content") for m in messages):
-            notes["reasoning_not_rendered"] += 1
-        return notes
 
     def _compose(self, turns: list[Turn], finished: bool | None) -> list[TextSample]:
         """The fewest texts that show every turn as it was written, in order. finished: whether the
@@ -128,6 +125,10 @@ class SpanFinder:
                     "prints for an assistant turn can be found by no other way. Give a template "
                     "with {% generation %} markers as `chat_template`."
                 ) from error
+
+
+def _lacks_reasoning(message: Message, turn: Turn) -> bool:
+    return message.get("reasoning_content", "").strip() not in turn.text
 
 
 def _in_text_of(last: Turn | None, turn: Turn | None) -> Turn | None:

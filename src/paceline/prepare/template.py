@@ -162,23 +162,29 @@ class ChatTemplate:
             if SENTINEL in self._try(replace(form, content=content), _dialogue()):
                 form = replace(form, content=content)
                 break
-        for key in ("reasoning_content", "thinking", "reasoning"):
-            thought = {"role": "assistant", "content": "a", "reasoning_content": SENTINEL}
-            if SENTINEL in self._try(replace(form, reasoning_key=key), [_user("u"), thought]):
-                form = replace(form, reasoning_key=key)
-                break
         developer = [{"role": "developer", "content": SENTINEL}, _user("u")]
         if SENTINEL not in self._try(form, developer) and SENTINEL in self._try(
             replace(form, developer_role="system"), developer
         ):
             form = replace(form, developer_role="system")
-        return replace(form, arguments=self._learn_arguments(form))
+        form = replace(form, arguments=self._learn_arguments(form))
+        return replace(form, reasoning_key=self._learn_reasoning(form))
+
+    def _learn_reasoning(self, form: MessageForm) -> str | None:
+        thought = {"role": "assistant", "content": "a", "reasoning_content": SENTINEL}
+        # Some templates (Gemma 4) print thinking only in turns that call tools.
+        calling = {**thought, "tool_calls": [_call({"a": "v"})]}
+        for turn, tools in ((thought, None), (calling, _SOME_TOOLS)):
+            for key in ("reasoning_content", "thinking", "reasoning"):
+                tried = replace(form, reasoning_key=key)
+                if SENTINEL in self._try(tried, [_user("u"), turn], tools):
+                    return key
+        return None
 
     def _learn_arguments(self, form: MessageForm) -> Literal["dict", "string", "unsupported"]:
         arguments = {SENTINEL: "v w"}
-        call = {"type": "function", "id": "call00000"}
-        call["function"] = {"name": "f", "arguments": arguments}
-        dialogue = [_user("u"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+        calling = {"role": "assistant", "content": "", "tool_calls": [_call(arguments)]}
+        dialogue = [_user("u"), calling]
         for tools in (None, _SOME_TOOLS):
             text = self._try(replace(form, arguments="dict"), dialogue, tools)
             # Python's own spelling of a dict is no JSON: the template wanted a string.
@@ -243,6 +249,11 @@ def missing_template(target: Target) -> TargetError:
 
 def _user(text: str) -> Message:
     return {"role": "user", "content": text}
+
+
+def _call(arguments: dict[str, str]) -> dict[str, Any]:
+    function = {"name": "f", "arguments": arguments}
+    return {"type": "function", "id": "call00000", "function": function}
 
 
 def _dialogue() -> list[Message]:
