@@ -15,6 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 MODEL = "toy"
+# (name, what the target's generation config says, what leaves the distribution as it is).
+_DEFAULTS = (("top_k", 20, -1), ("min_p", 0.1, 0.0), ("repetition_penalty", 1.05, 1.0))
 
 
 def continuation(prompt: list[int], num_tokens: int, start: int = 0) -> list[int]:
@@ -113,7 +115,11 @@ class Handler(BaseHTTPRequestHandler):
         if len(prompt) > self.state.arguments.longest:
             return self._reply(400, {"error": "the prompt is too long"})
         end = self.state.arguments.end
-        if body.get("ignore_eos"):
+        if self.state.arguments.generation_config and any(
+            body.get(name, default) != neutral for name, default, neutral in _DEFAULTS
+        ):
+            ids, reason = [end], "stop"  # another answer than the target's own
+        elif body.get("ignore_eos"):
             ids, reason = continuation(prompt, body["max_tokens"]), "length"
         else:
             ids, reason = answer_of(prompt, body["max_tokens"], end)
@@ -160,6 +166,7 @@ def main() -> None:
     parser.add_argument("--key", default="")
     parser.add_argument("--longest", type=int, default=400)
     parser.add_argument("--down-after", type=int, default=-1)
+    parser.add_argument("--generation-config", action="store_true")
     parser.add_argument("--ids", action=argparse.BooleanOptionalAction, default=True)
     Handler.state = State(parser.parse_args())
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -110,6 +110,17 @@ def test_tokens_past_the_end(
         assert (row["num_past_end"], row["finish_reason"]) == (3, reason)
 
 
+@pytest.mark.parametrize("api", ["chat", "completions"])
+def test_a_servers_own_sampling_defaults_do_not_count(
+    tmp_path: Path, target: Path, serve: Callable[..., str], api: str
+) -> None:
+    """vLLM and SGLang take them from the target's generation config."""
+    plain = Generated(tmp_path / "a", target, ROWS[:5], **openai(serve(), server_api=api))
+    url = serve("--generation-config")
+    done = Generated(tmp_path / "b", target, ROWS[:5], **openai(url, server_api=api))
+    assert done.rows == plain.rows
+
+
 def test_trouble_of_every_kind_loses_and_doubles_nothing(
     tmp_path: Path, target: Path, serve: Callable[..., str]
 ) -> None:

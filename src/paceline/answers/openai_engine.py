@@ -23,6 +23,9 @@ from paceline.target.spec import Target
 
 T = TypeVar("T")
 
+# What vLLM and SGLang take from the target's generation config where a request says nothing:
+# Qwen2.5's has top_k 20 and a penalty of 1.05, which changes greedy answers too.
+_NOTHING_BESIDES = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 # Too many requests, and what a server says while it starts, stops or is in trouble.
 _TRY_AGAIN = {408, 409, 425, 429, 500, 502, 503, 504}
 # The prompt's own fault: too long, or a form that the server's template refuses.
@@ -162,7 +165,7 @@ class OpenAIAnswers:
         }
         if self.options.server_extensions:
             # Without them a server cuts special tokens out of texts and keeps ids to itself.
-            body |= {
+            body |= _NOTHING_BESIDES | {
                 "return_token_ids": True,
                 "skip_special_tokens": False,
                 "stop_token_ids": list(sampling.end_ids),

@@ -74,8 +74,8 @@ class GenerateOptions(StageOptions, TargetOptions):
     )
     server_extensions: bool = opt(
         True,
-        "Ask the server for token ids and special tokens (vLLM's and SGLang's own fields); false "
-        "for servers that refuse unknown fields.",
+        "Ask the server for token ids and special tokens, and for no sampling of its own (vLLM's "
+        "and SGLang's fields); false for servers that refuse unknown fields.",
     )
     self_prompt: int = opt(0, "Let the target write this many user turns of its own first.", ge=0)
     self_prompt_max_tokens: int = opt(80, "Longest user turn that the target writes.", ge=4)
