@@ -19,6 +19,7 @@ import paceline
 from paceline.answers import openai_engine
 from paceline.dataset import TokenDataset
 from paceline.errors import DataError, EngineError, UsageError
+from paceline.prepare.template import ChatTemplate
 from tests.prepare import toys
 from tests.prepare.killing import Killer
 from tests.prepare.server import answer_of, continuation, prompt_of_chat
@@ -404,3 +405,10 @@ def test_killed_clients_go_on(tmp_path: Path, target: Path, serve: Callable[...,
     parts = published(out)
     assert len(parts) == 3
     assert b"".join(parts[name] for name in sorted(parts)) == whole
+
+
+def test_thinking_reaches_servers_under_both_of_its_names() -> None:
+    """vLLM 0.16 reads `reasoning` alone, SGLang `reasoning_content`; vLLM 0.32 takes either."""
+    template = ChatTemplate(toys.CHATML_PROMPT, toys.toy_tokenizer(toys.CHATML_PROMPT))
+    said = {"role": "assistant", "content": "", "reasoning_content": "Hm."}
+    assert template.as_sent([said]) == [said | {"reasoning": "Hm."}]

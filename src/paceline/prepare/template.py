@@ -120,10 +120,13 @@ class ChatTemplate:
         return texts[0], spans[0] if spans else []
 
     def as_sent(self, messages: Sequence[Message]) -> list[Message]:
-        """Canonical messages as the chat API of a server takes them: arguments are text there."""
+        """Canonical messages as the chat API of a server takes them: arguments are text there, and
+        thinking has two names (vLLM 0.16 passes over the one that SGLang reads)."""
         sent = []
         for message in self._with_system(messages):
             copy = dict(message)
+            if "reasoning_content" in message:
+                copy["reasoning"] = message["reasoning_content"]
             if "tool_calls" in message:
                 copy["tool_calls"] = [_call_as_text(call) for call in message["tool_calls"]]
             sent.append(copy)
