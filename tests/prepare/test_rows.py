@@ -395,6 +395,24 @@ def test_sharegpt_calls_of_functions(tmp_path: Path) -> None:
     assert done.decoded_spans() == ["[call mul a=3]<|im_end|>", "It is 54.<|im_end|>"]
 
 
+@pytest.mark.parametrize("name", ["parameters", "args", "input"])
+def test_arguments_by_their_other_names_are_not_lost(tmp_path: Path, name: str) -> None:
+    """Llama 3.1 writes `parameters`, other makers' logs the rest."""
+    target = chatml_target(tmp_path / "t", toys.TOOLS_ITEMS)
+    call = {"name": "mul", name: {"a": 3}}
+    messages = [
+        {"role": "user", "content": "3*18"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    turns = [
+        {"from": "human", "value": "4*18"},
+        {"from": "function_call", "value": json.dumps(call)},
+    ]
+    done = Prepared(tmp_path, target, [{"messages": messages}, {"conversations": turns}])
+    for number in (0, 1):
+        assert done.decoded_spans(number) == ["[call mul a=3]<|im_end|>"]
+
+
 @pytest.mark.parametrize("as_text", [False, True])
 def test_a_call_in_the_apis_older_form_is_one_call(tmp_path: Path, as_text: bool) -> None:
     target = chatml_target(tmp_path / "t", toys.TOOLS_ITEMS)

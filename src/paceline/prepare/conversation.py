@@ -30,6 +30,8 @@ _ROLES = {
     "function": "tool",
 }
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+# A call whose arguments have another name would else be one without any.
+_ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 Message = dict[str, Any]
@@ -149,7 +151,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowError("bad_tool_call", f"{where} has no function name")
-    arguments = function.get("arguments")
+    arguments = next((function[key] for key in _ARGUMENT_KEYS if key in function), None)
     parse_arguments(arguments, where)
     canonical = {"type": "function", "function": {"name": function["name"]}}
     canonical["function"]["arguments"] = {} if arguments in (None, "") else arguments
