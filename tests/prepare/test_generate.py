@@ -18,12 +18,12 @@ from paceline.errors import DataError, UsageError
 from paceline.prepare.answering import JOURNAL_NAME
 from paceline.prepare.journal import Journal
 from paceline.target.model import load_model
-from paceline.target.spec import Target
+from paceline.target.spec import Target, TargetReference
 from tests.cli.consoles import text_console
 from tests.conftest import SMOLLM2
 from tests.prepare import toys
 from tests.prepare.toys import chat, chatml_target, write_rows
-from tests.targets import save_long_rope
+from tests.targets import FAMILIES, save_long_rope, save_model
 
 QUESTIONS = ("Name three colours.", "Say hi.", "What is 2 + 2?")
 
@@ -96,6 +96,37 @@ def test_batches_change_nothing(tmp_path: Path, target: Path) -> None:
     assert [row["id"] for row in one] == [f"r{i}" for i in range(20)]
     assert one == many
     assert len({tuple(row["response_ids"]) for row in one}) > 5
+
+
+def test_batches_of_a_hybrid_target_let_go_of_finished_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers of linear attention keep states of another kind (Qwen3-Next, Qwen3.5)."""
+    monkeypatch.setitem(
+        FAMILIES,
+        "qwen3_next",
+        {
+            **FAMILIES["qwen3_moe"],
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "shared_expert_intermediate_size": 16,
+        },
+    )
+    target = Target(TargetReference(str(save_model(tmp_path, "qwen3_next"))))
+    model = load_model(target, torch.float32, "cpu")
+    generator = np.random.default_rng(0)
+    prompts = [Prompt(str(i), generator.integers(5, 300, 5 + 3 * i).tolist()) for i in range(8)]
+    # Many ends, so that answers are of many lengths.
+    sampling = Sampling(max_new_tokens=12, end_ids=tuple(range(0, 320, 5)))
+    answers = []
+    for size in (1, 8):
+        found: list[Answer] = []
+        TransformersAnswers(model, size).answer(prompts, sampling, found.append)
+        answers.append({answer.key: answer.ids for answer in found})
+    assert answers[0] == answers[1]
+    assert len(set(map(len, answers[0].values()))) > 2
 
 
 def test_batches_have_no_part_in_the_rotary_frequencies_of_a_longrope_target(

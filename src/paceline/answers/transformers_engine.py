@@ -103,7 +103,8 @@ class TransformersAnswers:
                 return
             if len(rows) <= (1 - _COMPACT_SHARE) * len(writers):
                 kept = torch.tensor(rows, device=ids_BT.device)
-                cache.batch_select_indices(kept)
+                # As beam search does it: linear attention's states know no batch_select_indices.
+                cache.reorder_cache(kept)
                 ids_BT, positions_BT, mask_BT = ids_BT[kept], positions_BT[kept], mask_BT[kept]
                 writers = [writers[i] for i in rows]
 
