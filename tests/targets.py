@@ -66,6 +66,17 @@ FAMILIES = {
     "deepseek_v2": _MLA,
     "deepseek_v3": _MLA,
 }
+# Layers of linear attention between those of attention, which few tests can do with.
+HYBRID = {
+    "qwen3_next": {
+        **FAMILIES["qwen3_moe"],
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "shared_expert_intermediate_size": 16,
+    },
+}
 _TOWER = {
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -102,7 +113,7 @@ def model_class(family: str) -> type:
 
 def _config(family: str, changes: dict):
     if family not in WRAPPED:
-        return CONFIG_MAPPING[family](**{**_COMMON, **FAMILIES[family], **changes})
+        return CONFIG_MAPPING[family](**{**_COMMON, **(FAMILIES | HYBRID)[family], **changes})
     text, tower = WRAPPED[family]
     text = {**_COMMON, **text, **changes}
     return CONFIG_MAPPING[family](text_config=text, vision_config=tower, **changes)

@@ -7,6 +7,7 @@ from paceline.contracts import LayerPlan
 from paceline.draft.config import DraftConfig
 from paceline.draft.from_target import Config
 from paceline.errors import UsageError
+from paceline.evaluate.decode import check_decodable
 from paceline.evaluate.prompts import describe_questions
 from paceline.forms.carry import FORMS, check_carried
 from paceline.forms.source import open_draft
@@ -64,6 +65,8 @@ def _check_evaluate(options: EvaluateOptions) -> None:
         open_draft(options.beside)
     if options.prompts:
         describe_questions(options)
+    if options.target:
+        check_decodable(options, open_target(options, with_weights=False))
 
 
 def _needs_vllm(stage: str, options: StageOptions) -> bool:

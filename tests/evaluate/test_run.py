@@ -3,9 +3,11 @@
 import pytest
 
 import paceline
-from paceline.errors import FingerprintMismatch
+from paceline.ahead import look_ahead
+from paceline.errors import EvaluationError, FingerprintMismatch
 from paceline.forms.config_json import Serving
 from paceline.forms.write import write_draft
+from paceline.recipe import EvaluateOptions, Recipe
 from paceline.target.spec import Target, TargetReference
 from tests.export.making import trained_folder
 from tests.forms.making import config_for, draft_for
@@ -76,3 +78,18 @@ def test_prompts_prepared_for_another_target_are_refused(line, tmp_path, part, f
     edit_json(target / file, **change)
     with pytest.raises(FingerprintMismatch, match=f"prepared for another target: {part} differ"):
         measure(line, tmp_path / "out", "decode", "exported", target=str(target))
+
+
+@pytest.mark.parametrize("options", [{"mode": "decode"}, {"speedup": {"predict": True}}])
+def test_decoding_of_a_target_whose_states_cannot_be_taken_back_is_refused_first(
+    line, tmp_path, options
+):
+    """Before the draft's own answers are walked: the draft is of another target, and not yet
+    looked at."""
+    target = save_target(tmp_path / "target", "qwen3_next")
+    values = {"mode": "chain"} | options
+    with pytest.raises(EvaluationError, match="layers of linear_attention"):
+        measure(line, tmp_path / "out", draft="draft", target=str(target), **values)
+    asked = EvaluateOptions(target=str(target), **options)
+    with pytest.raises(EvaluationError, match="use mode chain or served"):
+        look_ahead(Recipe(), {"evaluate": asked}, {"evaluate"})

@@ -23,7 +23,7 @@ from tests.cli.consoles import text_console
 from tests.conftest import SMOLLM2
 from tests.prepare import toys
 from tests.prepare.toys import chat, chatml_target, write_rows
-from tests.targets import FAMILIES, save_long_rope, save_model
+from tests.targets import save_long_rope, save_model
 
 QUESTIONS = ("Name three colours.", "Say hi.", "What is 2 + 2?")
 
@@ -98,22 +98,8 @@ def test_batches_change_nothing(tmp_path: Path, target: Path) -> None:
     assert len({tuple(row["response_ids"]) for row in one}) > 5
 
 
-def test_batches_of_a_hybrid_target_let_go_of_finished_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_of_a_hybrid_target_let_go_of_finished_answers(tmp_path: Path) -> None:
     """Layers of linear attention keep states of another kind (Qwen3-Next, Qwen3.5)."""
-    monkeypatch.setitem(
-        FAMILIES,
-        "qwen3_next",
-        {
-            **FAMILIES["qwen3_moe"],
-            "linear_num_value_heads": 4,
-            "linear_num_key_heads": 2,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-            "shared_expert_intermediate_size": 16,
-        },
-    )
     target = Target(TargetReference(str(save_model(tmp_path, "qwen3_next"))))
     model = load_model(target, torch.float32, "cpu")
     generator = np.random.default_rng(0)

@@ -14,9 +14,30 @@ from paceline.acceptance.counts import Counts
 from paceline.contracts import LayerPlan
 from paceline.draft.model import Draft
 from paceline.draft.unroll import KeysValues, Unroll, prepared_layers
+from paceline.errors import EvaluationError
 from paceline.evaluate.sampling import Drafted, Greedy, Rule
+from paceline.recipe import EvaluateOptions
 from paceline.target.model import cached
+from paceline.target.spec import Target
 from paceline.target.tap import LayerTap
+
+# Kinds of layers, as configs call them, whose states cannot be taken back to an earlier token.
+_RECURRENT = ("linear_attention", "mamba", "conv", "recurrent", "hybrid", "hybrid_sliding")
+
+
+def check_decodable(options: EvaluateOptions, target: Target) -> None:
+    """Raises EvaluationError where the options ask for decoding with transformers and the target
+    (Qwen3-Next, Qwen3.5, Nemotron-H) keeps more than keys and values: of what was verified and
+    rejected nothing can be cut off there."""
+    if options.mode != "decode" and not options.speedup.predict:
+        return
+    config = target.text_config
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    if found := sorted({kind for kind in kinds if kind in _RECURRENT}):
+        raise EvaluationError(
+            f"{target.reference.target} has layers of {', '.join(found)}, whose states go back to "
+            "no earlier token, as mode decode and speedup.predict need it: use mode chain or served"
+        )
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from paceline.artefact import (
 )
 from paceline.device import choose_device, choose_dtype, dtype_name
 from paceline.errors import UsageError
+from paceline.evaluate.decode import check_decodable
 from paceline.evaluate.decoding import measure_decode
 from paceline.evaluate.prompts import describe_questions
 from paceline.evaluate.served import measure_served
@@ -38,12 +39,14 @@ RESULT_FILE, CONVERSATIONS_FILE, ANSWERS_FILE = (
 def run(options: EvaluateOptions) -> dict[str, Any]:
     """Measure a draft. Returns what `result.json` holds.
 
-    Raises EvaluationError where nothing can be measured, FingerprintMismatch for a store or data
-    of another target or other layers.
+    Raises EvaluationError where nothing can be measured or transformers cannot decode the target,
+    FingerprintMismatch for a store or data of another target or other layers.
     """
     _check(options)
     drafted_by = open_draft(options.draft, options.draft_form) if options.draft else None
     target = open_target(options, _recorded_target(options, drafted_by))
+    # Before anything is measured, which a late failure would lose.
+    check_decodable(options, target)
     if drafted_by is not None:
         drafted_by.check_target(target)
     inputs = {
