@@ -346,6 +346,8 @@ def test_a_cut_answer_without_words_teaches_nothing(tmp_path: Path, target: Path
         ({"finish_reason": "length"}, False),
         ({"finish_reason": "max_tokens"}, False),
         ({"finish_reason": "content_filter"}, False),
+        ({"finish_reason": "error"}, False),
+        ({"finish_reason": "repetition"}, False),
         ({"finish_reason": "length", "finished": True}, True),
         ({"finish_reason": "length", "finished": None}, False),
     ],

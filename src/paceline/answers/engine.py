@@ -29,7 +29,9 @@ _OTHER_WORDS = {
     "max_tokens": LENGTH,
     "function_call": TOOL_CALLS,
 }
-_WHOLE = {STOP: True, TOOL_CALLS: True, LENGTH: False, "content_filter": False, "abort": False}
+# What else vLLM and others say of an answer that was cut.
+_CUT = (LENGTH, "content_filter", "abort", "error", "repetition")
+_WHOLE = {STOP: True, TOOL_CALLS: True, **dict.fromkeys(_CUT, False)}
 
 
 @dataclass(frozen=True)
