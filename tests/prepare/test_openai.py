@@ -20,6 +20,7 @@ from paceline.answers import openai_engine
 from paceline.dataset import TokenDataset
 from paceline.errors import DataError, EngineError, UsageError
 from paceline.prepare.template import ChatTemplate
+from paceline.recipe import GenerateOptions
 from tests.prepare import toys
 from tests.prepare.killing import Killer
 from tests.prepare.server import answer_of, continuation, prompt_of_chat
@@ -374,6 +375,14 @@ def test_no_server(tmp_path: Path, target: Path) -> None:
         Generated(tmp_path / "a", target, ROWS[:2], engine="openai")
     with pytest.raises(EngineError, match="is the server up"):
         Generated(tmp_path / "b", target, ROWS[:2], **openai("http://127.0.0.1:9/v1"))
+
+
+@pytest.mark.parametrize(
+    "server", ["localhost:8000/v1", "http://localhost:80000/v1", "http://[::1/v1", "http:///v1"]
+)
+def test_a_server_that_is_no_url_is_refused_at_once(server: str) -> None:
+    with pytest.raises(UsageError, match="is no URL such as http://localhost:8000/v1"):
+        openai_engine.OpenAIAnswers(GenerateOptions(server=server, served_model="toy"))
 
 
 def test_no_row_at_all(tmp_path: Path, target: Path, serve: Callable[..., str]) -> None:

@@ -36,7 +36,8 @@ _SIGNALS_SEEN_S = 0.2
 
 
 def open_engine(options: GenerateOptions, target: Target) -> "OpenAIAnswers":
-    """Raises UsageError without `server`, EngineError where it does not answer."""
+    """Raises UsageError without `server`, or one that is no URL, EngineError where it does not
+    answer."""
     if not options.server:
         raise UsageError("engine openai needs `server`, such as http://localhost:8000/v1")
     return OpenAIAnswers(options)
@@ -47,7 +48,7 @@ class OpenAIAnswers:
 
     def __init__(self, options: GenerateOptions) -> None:
         self.options = options
-        self.url = options.server.rstrip("/")
+        self.url = _checked_url(options.server)
         self.headers = _headers(options)
         self.model = options.served_model or _run(self._only_model())
         self.describe = {
@@ -294,6 +295,19 @@ def _with_end(ids: list[int], choice: dict[str, Any], sampling: Sampling) -> lis
     if isinstance(choice.get("stop_reason"), int):
         return [*ids, choice["stop_reason"]]
     return [*ids, sampling.end_ids[0]] if len(sampling.end_ids) == 1 else ids
+
+
+def _checked_url(server: str) -> str:
+    """Raises UsageError for what no request can be sent to: httpx has errors of many kinds for it,
+    and some would be tried again for minutes."""
+    try:
+        url = httpx.URL(server)
+        usable = url.scheme in ("http", "https") and url.host and (url.port or 1) < 1 << 16
+    except httpx.InvalidURL:
+        usable = False
+    if not usable:
+        raise UsageError(f"server: {server!r} is no URL such as http://localhost:8000/v1")
+    return server.rstrip("/")
 
 
 def _refused(prompt: Prompt, problem: str) -> Answer:
