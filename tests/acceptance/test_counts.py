@@ -1,5 +1,7 @@
 """The definition, the walk and the interval, against hand-made answers."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -129,3 +131,17 @@ def test_intervals_of_positions_are_those_of_the_same_resamples():
     assert pooled["interval"] == pytest.approx(np.percentile(lengths, [2.5, 97.5]).tolist())
     expected = np.percentile(np.array(positions), [2.5, 97.5], axis=0).T
     assert np.array(pooled["per_position_intervals"]) == pytest.approx(expected)
+
+
+def test_resamples_are_not_in_memory_together():
+    """Held-out splits have tens of thousands of conversations."""
+    counts = [counts_of([3, 0, 1], 3)] * 4000
+    tracemalloc.start()
+    try:
+        pooled = pool(counts, bootstrap=2000, seed=0)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert pooled["interval"] == pytest.approx([1 + 4 / 3] * 2)
+    # All at once took 48 kB for each conversation.
+    assert peak < 40e6

@@ -5,6 +5,7 @@ import json
 import random
 import re
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,20 @@ def test_equal_runs_differ_by_nothing_and_strangers_not_at_all():
     assert paired_difference(ours, dict(ours)) == (0.0, 0.0, 0.0)
     assert paired_difference(ours, {"x": (3, 3)}) is None
     assert paired_difference({"a": (0, 0)}, {"a": (4, 2)}) is None
+
+
+def test_paired_differences_of_many_conversations_take_little_memory():
+    ours = {str(i): (10, i % 7) for i in range(4000)}
+    theirs = {name: (10, accepted + 1) for name, (_, accepted) in ours.items()}
+    tracemalloc.start()
+    try:
+        change, low, high = paired_difference(ours, theirs)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (change, low, high) == pytest.approx((0.1, 0.1, 0.1))
+    # All resamples at once took 80 kB for each conversation.
+    assert peak < 40e6
 
 
 def test_one_shared_conversation_gives_no_paired_difference():

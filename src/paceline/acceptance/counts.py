@@ -13,6 +13,8 @@ import numpy as np
 from paceline.contracts import ACCEPTANCE_DEFINITION
 
 _INTERVAL = (2.5, 97.5)
+# Rows that resamples draw together.
+_DRAWN_AT_ONCE = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -162,10 +164,23 @@ def _intervals(
     # One conversation alone says nothing of how conversations differ.
     if np.count_nonzero(steps) < 2:
         return [None] * numerators.shape[1]
-    generator = np.random.default_rng(seed)
-    chosen = generator.integers(0, len(steps), (bootstrap, len(steps)))
-    # How often each resample has each conversation: sums over a resample are then a product.
-    weights = np.stack([np.bincount(row, minlength=len(steps)) for row in chosen]).astype(float)
-    sums = weights @ steps
-    ratios = (weights @ numerators)[sums > 0] / sums[sums > 0, None]
+    sums = resampled_sums(np.column_stack([steps, numerators]), bootstrap, seed)
+    sums = sums[sums[:, 0] > 0]
+    ratios = sums[:, 1:] / sums[:, :1]
     return np.percentile(ratios, _INTERVAL, axis=0).T.tolist()
+
+
+def resampled_sums(values: np.ndarray, resamples: int, seed: int) -> np.ndarray:
+    """Sums over resamples of the rows of values [rows, columns]: float64 [resamples, columns]."""
+    generator = np.random.default_rng(seed)
+    num_rows, sums = len(values), np.empty((resamples, values.shape[1]))
+    # Some resamples at a time: all at once would take tens of kilobytes for each row.
+    at_once = max(1, _DRAWN_AT_ONCE // max(num_rows, 1))
+    for start in range(0, resamples, at_once):
+        count = min(at_once, resamples - start)
+        chosen = generator.integers(0, num_rows, (count, num_rows))
+        # How often each resample has each row: sums over a resample are then a product.
+        places = chosen + num_rows * np.arange(count)[:, None]
+        weights = np.bincount(places.ravel(), minlength=places.size).reshape(places.shape)
+        sums[start : start + count] = weights.astype(float) @ values
+    return sums

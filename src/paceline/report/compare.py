@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.acceptance.counts import resampled_sums
 from paceline.artefact import differences
 from paceline.errors import FingerprintMismatch, UsageError
 from paceline.report.charts import METHOD_NAMES, Figure, acceptance_figures, loss_figure
@@ -103,9 +104,7 @@ def paired_difference(
     counts = np.array([[ours[c], theirs[c]] for c in shared], float).reshape(-1, 2, 2)
     if len(shared) < 2 or not counts[:, :, 0].sum(0).all():
         return None
-    generator = np.random.default_rng(_SEED)
-    chosen = generator.integers(0, len(shared), (_RESAMPLES, len(shared)))
-    sums = counts[chosen].sum(1)
+    sums = resampled_sums(counts.reshape(-1, 4), _RESAMPLES, _SEED).reshape(-1, 2, 2)
     sums = sums[(sums[:, :, 0] > 0).all(1)]
     ratios = sums[:, :, 1] / sums[:, :, 0]
     low, high = np.percentile(ratios[:, 1] - ratios[:, 0], _INTERVAL)
