@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from paceline.store import (
     published_ids,
     stream_writer,
 )
-from paceline.store.budget import consumed_numbers, let_go
+from paceline.store.budget import consumed_numbers, let_go, mark_consumed
 from paceline.store.files import shard_numbers
 from paceline.store.packing import cut, shuffled
 from paceline.store.presence import DEAD, READER, look, present
@@ -415,6 +416,28 @@ def test_a_sample_that_comes_twice_is_refused_when_it_comes(tmp_path: Path) -> N
         assert [next(windows).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
         with pytest.raises(StoreError, match="'sample-1' is in the store twice"):
             next(windows)
+
+
+def test_a_shard_is_released_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long stream has thousands of checkpoints and tens of thousands of shards."""
+    folder, marked = tmp_path / "store", []
+
+    def mark(folder: Path, number: int) -> None:
+        marked.append(number)
+        mark_consumed(folder, number)
+
+    monkeypatch.setattr(import_module("paceline.store.follow"), "mark_consumed", mark)
+    with open_stage(folder, "extract", {}, {}) as stage:
+        stage.announce({"store": SPEC.to_dict(), "planned": {}})
+        with ShardWriter(folder, SPEC) as writer:
+            for sample in SAMPLES[:24]:
+                writer.add(sample, *states_of(sample, SPEC))
+    numbers = shard_numbers(folder)
+    with follow(folder, order_of(folder)) as store:
+        for num_windows, _ in zip(range(1, len(numbers) + 1), store.windows("train"), strict=False):
+            store.release(num_windows - 1)
+            store.release(num_windows)
+    assert len(numbers) > 3 and marked == consumed_numbers(folder) == numbers
 
 
 def test_a_finished_store_has_as_many_readers_as_want_and_nothing_is_written(whole: Path) -> None:

@@ -104,6 +104,7 @@ class Follower(ShardReader):
         self._id_hashes: set[int] = set()
         self._gone: set[int] = set()
         self._kept: set[int] = set()
+        self._num_released = 0
         self._is_pause_answered = False
 
     @cached_property
@@ -143,7 +144,9 @@ class Follower(ShardReader):
         if self.manifest.status == COMPLETE:
             return
         windows = [window for window in self._windows if window is not None]
-        for number in (window.shard for window in windows[:num_windows]):
+        # Only what came since the last release: a stream may have tens of thousands of shards.
+        released, self._num_released = self._num_released, max(self._num_released, num_windows)
+        for number in (window.shard for window in windows[released:num_windows]):
             self.close_shard(number)
             if self._rank:
                 continue
