@@ -98,6 +98,21 @@ def test_an_extraction_with_a_budget(tmp_path):
     assert "12 of 50 (24.0%)" in shown(result)
 
 
+def test_a_second_look_opens_only_the_shards_that_are_new(tmp_path, monkeypatch):
+    folder, opened = tmp_path / "extract", []
+    read = lambda path: opened.append(path.name) or Shard(path)
+    monkeypatch.setattr("paceline.watch.Shard", read)
+    with open_stage(folder, "extract", {}, {}) as stage:
+        stage.announce({})
+        for first in (0, 8):
+            with ShardWriter(folder, SPEC) as writer:
+                for sample in (make_sample(i, num_tokens=30) for i in range(first, first + 8)):
+                    writer.add(sample, *states_of(sample, SPEC))
+            seen = paceline.watch(str(folder))["stages"][0]
+            assert seen["samples"] == first + 8
+    assert sorted(opened) == [path.name for path in sorted((folder / "shards").iterdir())]
+
+
 def test_on_a_terminal_it_looks_until_the_work_ends(tmp_path):
     folder = tmp_path / "train"
     began, end = threading.Event(), threading.Event()

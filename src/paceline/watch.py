@@ -1,10 +1,11 @@
 """`watch`: what a running job does, from the files that it leaves. Nothing is asked of the job."""
 
 import fcntl
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.artefact import COMPLETE, RUNNING, Manifest, load_manifest
 from paceline.contracts import LOCK_NAME, MANIFEST_NAME
@@ -75,28 +76,44 @@ def _is_owned(folder: Path) -> bool:
 
 def _extracted(folder: Path, manifest: Manifest) -> dict[str, Any]:
     """Samples and bytes so far; samples_per_s over the last shards, None before there are two."""
-    shards = list(_shards(folder))
-    gone = [Shard(receipt_path(folder, n)).num_samples for n in receipt_numbers(folder)]
+    shards = list(_looked_at(shard_path(folder, n) for n in shard_numbers(folder)))
+    gone = list(_looked_at(receipt_path(folder, n) for n in receipt_numbers(folder)))
     planned = manifest.result.get("planned", {})
     reader = look(folder, READER)
     return {
-        "samples": sum(shard.num_samples for _, shard in shards) + sum(gone),
+        "samples": sum(look.num_samples for look in (*shards, *gone)),
         "planned_samples": sum(split["samples"] for split in planned.values()) or None,
-        "bytes": sum(shard.total_bytes for _, shard in shards),
+        "bytes": sum(look.num_bytes for look in shards),
         "shards": len(shards),
         "shards_removed": len(gone),
-        "samples_per_s": _rate([(time, shard.num_samples) for time, shard in shards]),
+        "samples_per_s": _rate([(look.published_s, look.num_samples) for look in shards]),
         "waiting_for_room": num_waiting(folder),
         "reader": reader.state if reader else None,
     }
 
 
-def _shards(folder: Path) -> Iterator[tuple[float, Shard]]:
-    """The published shards and when each was."""
-    for path in (shard_path(folder, number) for number in shard_numbers(folder)):
+class _Look(NamedTuple):
+    """What is seen of a shard, or of its receipt; published_s: when it was, since the epoch."""
+
+    published_s: float
+    num_bytes: int
+    num_samples: int
+
+
+def _looked_at(paths: Iterable[Path]) -> Iterator[_Look]:
+    for path in paths:
         # One may be let go while we look.
         with suppress(FileNotFoundError):
-            yield path.stat().st_mtime, Shard(path)
+            about = path.stat()
+            num_samples = _num_samples(path, about.st_mtime_ns, about.st_size)
+            yield _Look(about.st_mtime, about.st_size, num_samples)
+
+
+@cache
+def _num_samples(path: Path, _mtime_ns: int, _num_bytes: int) -> int:
+    """Of a shard, which does not change once it is published: every look at a large store would
+    open tens of thousands."""
+    return Shard(path).num_samples
 
 
 def _rate(published: list[tuple[float, int]]) -> float | None:
