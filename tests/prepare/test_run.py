@@ -23,6 +23,7 @@ from paceline.errors import (
     TargetError,
     UsageError,
 )
+from paceline.prepare.seen import SeenHashes
 from tests.prepare import toys
 from tests.prepare.toys import Prepared, chat, chatml_target, write_rows
 
@@ -227,6 +228,18 @@ def test_no_sample_id_is_given_twice(tmp_path: Path) -> None:
     # Nothing of two rows has one conversation's name.
     assert len({sample.conversation_id for sample in done.samples}) == len(rows)
     assert done.result["conversations"] == len(rows)
+
+
+def test_content_that_is_there_often_is_named_in_one_go(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried, add = [], SeenHashes.add
+    monkeypatch.setattr(SeenHashes, "add", lambda seen, name: tried.append(name) or add(seen, name))
+    done = Prepared(tmp_path, target, [chat("q", "a")] * 100, deduplicate=False)
+    ids = [sample.sample_id for sample in done.samples]
+    assert len(set(ids)) == 100 and ids[-1] == f"{ids[1]}~99"
+    # The first two names and one more, and the conversation.
+    assert len(tried) <= 4 * len(ids)
 
 
 def test_conversations_of_two_sources_may_have_the_same_names(tmp_path: Path, target: Path) -> None:

@@ -4,7 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import chain, count
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,7 @@ class Converter:
         self.contents = SeenHashes()
         self.ids = SeenHashes()
         self.conversations = SeenHashes()
+        self._numbers: dict[str, count[int]] = {}
         self._template = template
         self._finder: SpanFinder | None = None
         self._masker: Masker | None = None
@@ -285,15 +286,22 @@ class Converter:
         """The row's name, and a sample_id for each of its pieces: ids name samples in stores, so
         none is given twice. The content tells apart what the data calls the same, a number what is
         the same."""
-        base = content.identity.id or content.content_hash[:16]
-        other = f"{base}~{content.content_hash[:8]}"
-        names = chain((base, other), (f"{other}~{number}" for number in count(2)))
+        names = self._names(content)
         while True:
             name = next(names)
             parts = [f"{name}#{number}" for number in range(1, num_pieces + 1)]
             parts = parts if num_pieces > 1 else []
             if all(self.ids.add(digest(i.encode())) for i in (name, *parts)):
                 return name, parts or [name]
+
+    def _names(self, content: TokenRow | Conversation) -> Iterator[str]:
+        base = content.identity.id or content.content_hash[:16]
+        other = f"{base}~{content.content_hash[:8]}"
+        yield from (base, other)
+        # Goes on where the row before stopped: what was tried is taken, and content that is there
+        # ten thousand times would be tried as often for each.
+        for number in self._numbers.setdefault(other, count(2)):
+            yield f"{other}~{number}"
 
     def _split(self, content: TokenRow | Conversation) -> str:
         identity = content.identity
