@@ -1,5 +1,6 @@
 """Bigram table and prompt lookup against the obvious slow way."""
 
+import tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -78,6 +79,23 @@ def test_the_bigram_table_holds_the_most_frequent_supervised_successor(training,
             chain.append(at)
         expected.append(leading(chain, ids[p + 1 :]))
     assert table.answer(np.array(ids), span, LONGEST).match.tolist() == expected
+
+
+def test_pairs_are_counted_on_the_way(monkeypatch):
+    """A store of a million samples has several gigabytes of them."""
+    ids, mask = np.arange(2000, dtype=np.int32) ** 2 % 40, np.ones(2000, bool)
+    samples = [(np.roll(ids, number), mask) for number in range(400)]
+    whole = BigramTable(samples, vocab_size=50).successor
+    monkeypatch.setattr("paceline.evaluate.baselines._FEWEST_TO_MERGE", 10_000, raising=False)
+    tracemalloc.start()
+    try:
+        table = BigramTable(samples, vocab_size=50)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert table.successor.tolist() == whole.tolist()
+    # All pairs are 6.4 MB.
+    assert peak < 2e6
 
 
 def test_the_baselines_cost_no_states(tiny_run, tmp_path, monkeypatch):

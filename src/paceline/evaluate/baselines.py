@@ -11,6 +11,7 @@ from paceline.acceptance.counts import Answer
 from paceline.acceptance.spans import Span
 
 _LOOKUP_LENGTHS = (3, 2, 1)
+_FEWEST_TO_MERGE = 1 << 22
 
 
 class BigramTable:
@@ -18,11 +19,12 @@ class BigramTable:
 
     def __init__(self, samples: Iterable[tuple[np.ndarray, np.ndarray]], vocab_size: int) -> None:
         """samples: (input_ids [T], loss_mask [T]) of the training split. Ties: the lower id."""
-        codes = [np.empty(0, np.int64)]
+        found = _PairCounts()
         for ids, mask in samples:
             ids = ids.astype(np.int64)
-            codes.append((ids[:-1] * vocab_size + ids[1:])[mask[1:]])
-        pairs, counts = np.unique(np.concatenate(codes), return_counts=True)
+            found.add((ids[:-1] * vocab_size + ids[1:])[mask[1:]])
+        found.merge()
+        pairs, counts = found.pairs, found.counts
         order = np.lexsort((-pairs, counts))  # the last write of a token wins: highest count
         self.successor = np.full(vocab_size + 1, -1, np.int64)
         self.successor[pairs[order] // vocab_size] = pairs[order] % vocab_size
@@ -40,6 +42,32 @@ class BigramTable:
             alive &= (step < known) & (proposed == actual)
             match += alive
         return Answer(match, known)
+
+
+class _PairCounts:
+    """How often each pair was there: `pairs`, ascending, and their `counts`, after `merge`. Of all
+    supervised tokens of a store, which are many times as many as their different pairs."""
+
+    def __init__(self) -> None:
+        self.pairs = self.counts = np.empty(0, np.int64)
+        self._waiting: list[np.ndarray] = []
+        self._num_waiting = 0
+
+    def add(self, pairs: np.ndarray) -> None:
+        self._waiting.append(pairs)
+        self._num_waiting += len(pairs)
+        # As many as are known already, so that merging costs no more than sorting all at once.
+        if self._num_waiting >= max(_FEWEST_TO_MERGE, len(self.pairs)):
+            self.merge()
+
+    def merge(self) -> None:
+        new = np.concatenate([self.pairs[:0], *self._waiting])
+        new, more = np.unique(new, return_counts=True)
+        known, self.pairs = self.pairs, np.union1d(self.pairs, new)
+        before, self.counts = self.counts, np.zeros(len(self.pairs), np.int64)
+        self.counts[np.searchsorted(self.pairs, known)] = before
+        self.counts[np.searchsorted(self.pairs, new)] += more
+        self._waiting, self._num_waiting = [], 0
 
 
 def prompt_lookup_answer(ids: np.ndarray, span: Span, longest: int) -> Answer:
