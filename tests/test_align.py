@@ -1,12 +1,14 @@
 """The draft vocabulary: what is chosen, how it is written, what is refused."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import paceline
-from paceline.align import coverage_curve, select_vocabulary
+from paceline.align import count_supervised, coverage_curve, select_vocabulary
 from paceline.errors import FingerprintMismatch, StoreCorruption, UsageError, VocabularyError
 from paceline.vocab import DraftVocabulary, load_vocabulary
 
@@ -115,6 +117,19 @@ def test_a_store_says_the_same_as_its_data(tmp_path):
     assert result["end_of_turn_ids"] == [1]
     with pytest.raises(UsageError, match="`data`"):
         paceline.align(store=str(store), data=str(tmp_path / "prepare"), **sizes)
+
+
+def test_a_sample_is_counted_at_the_cost_of_its_own_tokens():
+    ids, mask = np.array([5, 7, 7, 9], np.int32), np.array([0, 1, 1, 1], bool)
+    tracemalloc.start()
+    try:
+        counts = count_supervised([(ids, mask)] * 3, vocab_size=1_000_000)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (counts[7], counts[9], counts.sum()) == (6, 3, 9)
+    # The counts themselves are 8 MB.
+    assert peak < 12e6
 
 
 def test_V07_the_map_has_the_logit_width_and_no_padding_ids():

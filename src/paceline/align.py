@@ -1,6 +1,7 @@
 """The `align` stage: the draft vocabulary from the supervised tokens of the training split."""
 
 import logging
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -126,17 +127,26 @@ def _of_store(store: Store, options: AlignOptions) -> Supervised:
     target.check_made_by(
         store.manifest.inputs["target"]["fingerprint"], f"{store.folder} holds states of"
     )
-    counts = np.zeros(target.vocab_size, np.int64)
-    for index in store.split(TRAIN_SPLIT).tolist():
-        ids, mask = store.read_tokens(index)
-        counts += np.bincount(ids[mask], minlength=len(counts))
+    training = (store.read_tokens(index) for index in store.split(TRAIN_SPLIT).tolist())
     return Supervised(
-        counts,
+        count_supervised(training, target.vocab_size),
         target.num_real_tokens,
         target.end_of_turn_ids,
         asdict(target.reference),
         target.fingerprints["tokenizer"],
     )
+
+
+def count_supervised(
+    samples: Iterable[tuple[np.ndarray, np.ndarray]], vocab_size: int
+) -> np.ndarray:
+    """How often each token is supervised, int64 [vocab_size]. samples: (input_ids [T], loss_mask
+    [T])."""
+    counts = np.zeros(vocab_size, np.int64)
+    for ids, mask in samples:
+        # Not a `bincount` of each sample: that costs the vocabulary's width, not the sample's.
+        np.add.at(counts, ids[mask], 1)
+    return counts
 
 
 def _align(options: AlignOptions, supervised: Supervised) -> tuple[dict[str, Any], DraftVocabulary]:
