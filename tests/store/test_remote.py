@@ -175,6 +175,18 @@ def test_the_cache_keeps_to_its_limit_and_reading_goes_on(
         assert 0 < taken <= limit
 
 
+def test_copies_are_looked_through_once_for_many(
+    local: Path, url: str, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be tens of thousands of them."""
+    upload(local, url)
+    looks, make_room = [], Cache.make_room
+    look = lambda cache, num_bytes: looks.append(num_bytes) or make_room(cache, num_bytes)
+    monkeypatch.setattr(Cache, "make_room", look)
+    assert_holds(Store(url, cache=cache), SAMPLES)
+    assert len(looks) == 1
+
+
 def test_bits_that_flip_on_the_way_are_fetched_again_or_named(
     big_url: str, proxy: Proxy, cache: Cache, tmp_path: Path
 ) -> None:

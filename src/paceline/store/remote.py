@@ -20,7 +20,7 @@ from paceline.store.place import Place, RemoteFile, is_remote
 from paceline.store.shard import Shard
 from paceline.store.shelf import STAGE, LocalShelf, Shelf
 
-# How often room is made while copies grow: each time this share of the cache was fetched.
+# Room is made for this share of the cache at a time, since each time looks at every copy.
 _SHARE = 16
 
 
@@ -69,7 +69,7 @@ class RemoteShelf:
         shards = numbered(self._files, SHARDS_FOLDER)
         self._shards = {n: name for n, name in shards.items() if n not in self._receipts}
         self._lock = Lock()
-        self._num_fetched = 0
+        self._room = 0
         self._copies.mkdir(parents=True, exist_ok=True)
         self._bring_index()
 
@@ -98,8 +98,6 @@ class RemoteShelf:
         path = self._copies / (name.replace("/", "-") + SPARSE_SUFFIX)
         if path.exists():
             os.utime(path)
-        else:
-            self._cache.make_room(file.num_bytes)
         copy = BlockFile(path, file.num_bytes, lambda start, stop: self._fetch(name, start, stop))
         try:
             return Shard(path, copy, self.place.name_of(name))
@@ -108,20 +106,22 @@ class RemoteShelf:
             return Shard(path, copy, self.place.name_of(name))
 
     def _fetch(self, name: str, start: int, stop: int) -> bytes:
+        self._make_room(stop - start)
         try:
-            data = self.place.read_range(name, start, stop)
+            return self.place.read_range(name, start, stop)
         except FileNotFoundError as error:
             raise StoreError(
                 f"{self.place.name_of(name)} was removed while the store was open"
             ) from error
+
+    def _make_room(self, num_bytes: int) -> None:
         with self._lock:
-            self._num_fetched += len(data)
-            is_time = self._num_fetched > self._cache.max_bytes // _SHARE
-            if is_time:
-                self._num_fetched = 0
-        if is_time:
-            self._cache.make_room(0)
-        return data
+            made = 0
+            if num_bytes > self._room:
+                made = self._room = max(num_bytes, self._cache.max_bytes // _SHARE)
+            self._room -= num_bytes
+        if made:
+            self._cache.make_room(made)
 
     def _bring_index(self) -> None:
         """The index is read whole, and held against its own checksums when it is opened."""
