@@ -35,6 +35,14 @@ def test_every_stage_s_folder_is_summed_up_and_verified(tiny_run, stage):
     assert 0 < found["files"]["bytes"] <= size
 
 
+def test_a_long_check_of_a_store_tells_how_far_it_is(tiny_run, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr("paceline.progress._LOG_INTERVAL_S", 0.0)
+    paceline.inspect(str(tiny_run / "extract"), verify=True)
+    size = sum(path.stat().st_size for path in (tiny_run / "extract" / "shards").iterdir())
+    assert f"verify: {size:,}/{size:,} B" in caplog.text
+
+
 def _place_of_content(stage, path, data):
     """A byte in the middle of what the stage wrote."""
     if stage == "prepare":

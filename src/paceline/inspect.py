@@ -22,6 +22,7 @@ from paceline.exchange.export_store import content_of as content_of_files
 from paceline.forms.load import CONFIG_FILE, WEIGHTS_FILE
 from paceline.prepare.generate import list_answer_parts
 from paceline.prepare.summary import add_up
+from paceline.progress import progress_bar
 from paceline.recipe import InspectOptions, TargetOptions
 from paceline.runlog import read_log
 from paceline.side_files import check_side_files
@@ -65,7 +66,7 @@ def _look_far(options: InspectOptions) -> dict[str, Any]:
     store = Store(place.url, cache=Cache(options.cache_dir, options.cache_bytes))
     sizes = [file.num_bytes for file in place.files().values()]
     if options.verify:
-        store.verify()
+        _verify_store(store)
     return {
         "folder": place.url,
         **asdict(store.manifest),
@@ -107,7 +108,13 @@ def _manifest(folder: Path) -> Manifest:
 
 def _store_content(folder: Path, _: Manifest) -> None:
     # A store knows its own bytes tensor by tensor, and says which one is damaged.
-    Store(folder).verify()
+    _verify_store(Store(folder))
+
+
+def _verify_store(store: Store) -> None:
+    # All bytes of what may be terabytes are read.
+    with progress_bar("verify", sum(store.shelf.shard_bytes().values()), "B") as bar:
+        store.verify(bar.advance)
 
 
 def _align_content(folder: Path, _: Manifest) -> str:

@@ -2,7 +2,7 @@
 
 import resource
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -227,15 +227,21 @@ class Store(ShardReader):
         lengths = self.records.num_supervised[teaching(self.records, self.split(split))]
         return int(np.minimum(lengths, at_most or lengths.max(initial=0)).sum())
 
-    def verify(self) -> int:
+    def verify(self, advance: Callable[[int], None] = lambda num_bytes: None) -> int:
         """Compare everything with its checksums, and what all shards and receipts hold with the
         manifest of a finished store, whatever the index says. Returns the number of bytes checked.
-        Of a store below a URL everything is read anew, past the cache.
+        Of a store below a URL everything is read anew, past the cache. advance: told the bytes of
+        each shard done.
 
         Raises StoreCorruption that names the file and the tensor.
         """
         checked: list[int] = []
-        index = build_index(self.shelf, lambda shard: checked.append(shard.verify()))
+
+        def check(shard: Shard) -> None:
+            checked.append(shard.verify())
+            advance(checked[-1])
+
+        index = build_index(self.shelf, check)
         if self.manifest.status == COMPLETE:
             _check_content(self.folder, self.manifest, index)
         return sum(checked)
