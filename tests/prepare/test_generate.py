@@ -17,6 +17,7 @@ from paceline.dataset import TokenDataset
 from paceline.errors import DataError, UsageError
 from paceline.prepare.answering import JOURNAL_NAME
 from paceline.prepare.journal import Journal
+from paceline.prepare.parts import counts_of
 from paceline.target.model import load_model
 from paceline.target.spec import Target, TargetReference
 from tests.cli.consoles import text_console
@@ -438,6 +439,28 @@ def test_a_journal_with_a_broken_last_line_is_taken_up(
     assert [prompt.key for prompt in echo.prompts] == ["0.1", "1.1", "3.1"]
     assert again.rows[2]["response_ids"] == [7, echo.end]
     assert [again.rows[i] for i in (0, 1, 3)] == [done.rows[i] for i in (0, 1, 3)]
+
+
+def test_answers_are_counted_as_they_are_written(
+    tmp_path: Path, target: Path, echo: EchoEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To read those of a million rows again would take minutes."""
+    read, open_file = [], Path.open
+
+    def look(path: Path, *how: Any, **more: Any) -> Any:
+        read.append(path.name)
+        return open_file(path, *how, **more)
+
+    monkeypatch.setattr(Path, "open", look)
+    done = Generated(tmp_path, target, [chat("q", "a", "and?", "b"), chat("r", "c")])
+    # For the fingerprint, and by this test.
+    assert read.count("00000.jsonl") == 2
+    (part,) = done.folder.glob("answers/*.jsonl")
+    record = json.loads(part.with_suffix(".json").read_text())
+    counts = record.pop("counts")
+    assert {name: done.result[name] for name in counts} == counts
+    assert (counts["answered"], counts["exact_answers"]) == (2, 3)
+    assert counts_of(part, record) == counts  # as an earlier version left it
 
 
 def test_a_finished_folder_is_left_alone(tmp_path: Path, target: Path, echo: EchoEngine) -> None:

@@ -5,7 +5,6 @@ A part appears when whole; answers on the way to it are in a journal, so a kill 
 nothing and doubles nothing.
 """
 
-import json
 import logging
 from collections import Counter
 from dataclasses import asdict
@@ -18,7 +17,7 @@ from paceline.answers.engine import open_engine
 from paceline.artefact import StageFolder, open_stage
 from paceline.errors import DataError, UsageError
 from paceline.prepare.answering import Answerer, batches
-from paceline.prepare.parts import list_answer_parts, read_part_record
+from paceline.prepare.parts import counts_of, list_answer_parts, read_part_record
 from paceline.prepare.reading import count_rows, find_files, fingerprint_files, read_rows
 from paceline.prepare.self_prompt import PROMPTS_FILE, write_self_prompts
 from paceline.prepare.template import ChatTemplate, require_template
@@ -107,7 +106,8 @@ def _side_files(folder: Path, parts: list[Path]) -> list[Path]:
 
 def _finish(target: Target, options: GenerateOptions, folder: StageFolder) -> dict[str, Any]:
     parts = list_answer_parts(folder.path)
-    num_rows = answered = exact = response_tokens = unanswered = 0
+    num_rows = unanswered = 0
+    counts: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     skipped: Counter[str] = Counter()
     engines: list[dict[str, Any]] = []
@@ -118,18 +118,10 @@ def _finish(target: Target, options: GenerateOptions, folder: StageFolder) -> di
         unanswered += sum(entry["unanswered"] for entry in record.get("shortened", ()))
         if record["engine"] not in engines:
             engines.append(record["engine"])
-        with part.open("rb") as file:
-            for line in file:
-                row = json.loads(line)
-                answered += 1
-                if "finish_reasons" in row:
-                    reasons.update(row["finish_reasons"])
-                    continue
-                for answer in row.get("answers", [row]):
-                    reasons[answer["finish_reason"]] += 1
-                    response_tokens += len(answer["response_ids"]) - answer["num_past_end"]
-                    exact += 1
-    if not answered:
+        of_part = dict(counts_of(part, record))
+        reasons.update(of_part.pop("finish_reasons"))
+        counts.update(of_part)
+    if not counts["answered"]:
         details = [e["detail"] for p in parts for e in read_part_record(p)["skipped"]]
         raise DataError(
             f"none of the {num_rows} rows could be answered: {dict(skipped)}"
@@ -138,13 +130,13 @@ def _finish(target: Target, options: GenerateOptions, folder: StageFolder) -> di
     result = {
         "target": asdict(target.reference),
         "rows": num_rows,
-        "answered": answered,
+        "answered": counts["answered"],
         "answers": sum(reasons.values()),
-        "exact_answers": exact,
+        "exact_answers": counts["exact_answers"],
         "unanswered_turns": unanswered,
         "skipped": dict(skipped.most_common()),
         "finish_reasons": dict(reasons.most_common()),
-        "response_tokens": response_tokens,
+        "response_tokens": counts["response_tokens"],
         "chat_template_kwargs": options.chat_template_kwargs,
         "system_prompt": options.system_prompt,
         "engines": engines,
