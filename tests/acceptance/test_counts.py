@@ -14,6 +14,7 @@ from paceline.acceptance.counts import (
     definition,
     pool,
     served_quotients,
+    table,
     walk,
 )
 from paceline.acceptance.spans import answer_spans
@@ -103,6 +104,23 @@ def test_the_interval_covers_the_true_ratio_and_repeats():
     # 95% of 200 with a binomial spread of 3: 170 is eight spreads below.
     assert 170 <= hits <= 200
     assert pool(sample, 300, 1) == pool(sample, 300, 1)
+
+
+def test_sources_are_told_apart_in_one_go():
+    """A data set whose sources are addresses of pages has as many as conversations."""
+
+    class Names(list):
+        times_read = 0
+
+        def __iter__(self):
+            self.times_read += 1
+            return super().__iter__()
+
+    names = Names(f"s{i % 40}" for i in range(80))
+    found = table({3: [counts_of([i % 4], 3) for i in range(80)]}, names, bootstrap=10, seed=0)["3"]
+    assert list(found["sources"]) == sorted(set(names))
+    assert found["sources"]["s7"]["accepted"] == 6 and found["pooled"]["accepted"] == 120
+    assert names.times_read <= 4
 
 
 def test_no_verify_step_is_undefined_not_zero():

@@ -4,6 +4,7 @@ acceptance length = 1 + accepted draft tokens / verify steps (ratio of sums over
 bonus token is counted, the prefill token is not; for a chain of K it lies in 1 .. K + 1.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -141,13 +142,12 @@ def table(
     """{K: {pooled, sources}} from the counts of each conversation, for each chain length."""
     found = {}
     for num_draft_tokens, counts in per_conversation.items():
-        by_source = {
-            name: [c for c, source in zip(counts, sources, strict=True) if source == name]
-            for name in sorted(set(sources))
-        }
+        by_source = defaultdict(list)
+        for name, of_conversation in zip(sources, counts, strict=True):
+            by_source[name].append(of_conversation)
         found[str(num_draft_tokens)] = {
             "pooled": pool(counts, bootstrap, seed),
-            "sources": {name: pool(part, bootstrap, seed) for name, part in by_source.items()},
+            "sources": {name: pool(by_source[name], bootstrap, seed) for name in sorted(by_source)},
         }
     return found
 
