@@ -3,7 +3,7 @@
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,15 @@ def of_file(path: str | Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def of_whole_file(path: str | Path) -> str:
-    """Fingerprint of all bytes of a file, however large; up to 64 MiB that of `of_file`."""
+def of_whole_file(path: str | Path, advance: Callable[[int], None] = lambda num_bytes: None) -> str:
+    """Fingerprint of all bytes of a file, however large; up to 64 MiB that of `of_file`. advance:
+    told how many were read, as they are."""
     path = Path(path)
     digest = hashlib.sha256(str(path.stat().st_size).encode())
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
+            advance(len(block))
     return digest.hexdigest()[:32]
 
 

@@ -230,6 +230,18 @@ def test_every_byte_of_a_large_file_counts(tmp_path: Path, monkeypatch: pytest.M
     assert len(found) == 4
 
 
+def test_the_reading_of_large_files_for_their_fingerprint_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr("paceline.progress._LOG_INTERVAL_S", 0.0)
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for file in files:
+        file.write_bytes(b"x" * 1000)
+    fingerprint_files(files)
+    assert "fingerprint: 2,000/2,000 B" in caplog.text
+
+
 def test_missing_files_and_folders_are_usage_errors(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"nothing\.jsonl: no such file"):
         find_files([f"{tmp_path}/nothing.jsonl"])

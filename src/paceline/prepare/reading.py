@@ -10,7 +10,7 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -23,6 +23,7 @@ from paceline.artefact import load_finished
 from paceline.contracts import MANIFEST_NAME
 from paceline.errors import DataError, UsageError
 from paceline.prepare.parts import list_answer_parts
+from paceline.progress import progress_bar
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _PARQUET_MAGIC = b"PAR1"
@@ -90,10 +91,12 @@ def find_files(patterns: Iterable[str]) -> list[Path]:
     return files_of(find_entries(patterns))
 
 
-def fingerprint_files(files: Iterable[Path]) -> str:
+def fingerprint_files(files: Sequence[Path]) -> str:
     """Fingerprint of files by name, content and order. Of all their bytes: rows are edited in
     place, and samples of a large file would miss that."""
-    return fingerprint.of_json([[file.name, fingerprint.of_whole_file(file)] for file in files])
+    with progress_bar("fingerprint", sum(file.stat().st_size for file in files), "B") as bar:
+        found = [[file.name, fingerprint.of_whole_file(file, bar.advance)] for file in files]
+    return fingerprint.of_json(found)
 
 
 def _inside(folder: Path) -> list[Path]:
