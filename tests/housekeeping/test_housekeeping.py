@@ -14,6 +14,7 @@ from paceline.artefact import load_manifest
 from paceline.errors import FingerprintMismatch, StoreCorruption, StoreError, UsageError
 from paceline.store import Store
 from paceline.store.files import shard_numbers, shard_path
+from paceline.store.records import Records
 from paceline.store.upload import upload
 from tests.store.making import assert_holds, make_sample, make_spec, write_store
 from tests.store.working import published_now
@@ -210,6 +211,18 @@ def test_deleting_touches_no_byte_of_the_others(tmp_path: Path) -> None:
     assert [(p.name, p.stat().st_mtime_ns) for p in sorted((folder / "shards").iterdir())] == stamp
     with pytest.raises(UsageError, match="has no sample 'nobody'"):
         paceline.delete_samples(str(folder), ids=["nobody"])
+
+
+def test_deleting_looks_at_the_touched_shards_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others may have millions of samples."""
+    folder = make_store(tmp_path / "store")
+    shards = [record.shard for record in Store(folder).records]
+    looked, look = set(), Records.__getitem__
+    monkeypatch.setattr(Records, "__getitem__", lambda r, i: looked.add(i) or look(r, i))
+    paceline.delete_samples(str(folder), ids=["sample-1"])
+    assert {shards[i] for i in looked} == {shards[1]} < set(shards)
 
 
 def test_deleting_a_whole_shard(tmp_path: Path) -> None:

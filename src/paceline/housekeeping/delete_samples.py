@@ -46,12 +46,10 @@ def _delete(stage: StageFolder, ids: list[str]) -> None:
     store = Store(stage.path)
     doomed = set(find_all(store, ids))
     numbers = sorted({store.records[index].shard for index in doomed})
-    touched = set(numbers)
+    touched = store.records.in_shards(numbers).tolist()
 
     def write_others(writer: ShardWriter) -> None:
-        for index, record in enumerate(store.records):
-            if record.shard in touched and index not in doomed:
-                copy_samples(store, [index], writer)
+        copy_samples(store, (index for index in touched if index not in doomed), writer)
 
     accounting = dict(stage.result["accounting"])
     accounting["done"] -= len(ids)

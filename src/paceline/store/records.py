@@ -71,6 +71,11 @@ class Records(Sequence[SampleRecord]):
         """int64 indices of the samples of a source, ascending."""
         return self._where("source", name)
 
+    def in_shards(self, numbers: Sequence[int]) -> np.ndarray:
+        """int64 indices of the samples of some shards, ascending."""
+        shards = np.repeat(self.shard_numbers, np.diff(self.shard_starts))
+        return np.flatnonzero(np.isin(shards, numbers))
+
     def refuse_repeats(self) -> None:
         """Raises StoreError where a sample is there twice."""
         if len(np.unique(self.columns["sample_id.hash"])) == len(self):
