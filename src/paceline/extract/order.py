@@ -29,6 +29,12 @@ def shard_bytes_of(options: ExtractOptions) -> int:
     return min(options.shard_bytes, max(1, options.stream_bytes // _STREAM_SHARDS))
 
 
+def least_budget(options: ExtractOptions, num_kept_bytes: int) -> int:
+    """The smallest byte budget that holds what stays and two shards, which are a share of it."""
+    shares = -(-num_kept_bytes * _STREAM_SHARDS // (_STREAM_SHARDS - 2))
+    return min(num_kept_bytes + 2 * options.shard_bytes, max(num_kept_bytes + 2, shares))
+
+
 def kept_bytes(spec: StoreSpec, samples: Sequence[TokenSample]) -> int:
     """Bytes of the shards that no training lets go, about."""
     heldout = [s for s in samples if s.split != TRAIN_SPLIT]

@@ -16,7 +16,7 @@ from paceline.device import choose_device, choose_dtype, dtype_name
 from paceline.errors import DataError, DiskFullError, EngineError, UsageError
 from paceline.extract.engine import Engine, open_engine
 from paceline.extract.guards import Guards, unusable
-from paceline.extract.order import capture_order, kept_bytes, shard_bytes_of
+from paceline.extract.order import capture_order, kept_bytes, least_budget, shard_bytes_of
 from paceline.extract.quarantine import Quarantine
 from paceline.extract.sink import FLAGS_PATTERN, QUARANTINE_PATTERN, Destination, read_lines
 from paceline.extract.start import START_FILE, ensure_probed, read_start
@@ -103,7 +103,9 @@ def _extract(
     }
     stage.announce(announced)
     quarantine = Quarantine(stage.path, accounting.num_in, options.max_quarantined_share)
-    with stream_writer(stage.path, spec, options.stream_bytes, kept_bytes(spec, samples)):
+    kept = kept_bytes(spec, samples)
+    least = least_budget(options, kept)
+    with stream_writer(stage.path, spec, options.stream_bytes, kept, least):
         timing = None
         if remaining:
             timing = _run_engine(options, target, spec, samples, published, quarantine)

@@ -151,21 +151,26 @@ class ByteBudget:
 
 @contextmanager
 def stream_writer(
-    folder: str | Path, spec: StoreSpec, budget_bytes: int | None, kept_bytes: int = 0
+    folder: str | Path,
+    spec: StoreSpec,
+    budget_bytes: int | None,
+    kept_bytes: int = 0,
+    least_bytes: int | None = None,
 ) -> Iterator[None]:
     """What a run that writes a store holds while its workers write: followers then see it live,
     fail or end.
 
     budget_bytes: how many bytes of shards may stand in the folder; None: any. kept_bytes: how many
-    of them no reader lets go. Raises UsageError for a budget in which nothing could move.
+    of them no reader lets go. least_bytes: the smallest budget that would do, where the size of
+    shards follows the budget. Raises UsageError for a budget in which nothing could move.
     """
     folder = Path(folder)
-    least = kept_bytes + 2 * spec.shard_bytes
-    if budget_bytes is not None and budget_bytes < least:
+    needed = kept_bytes + 2 * spec.shard_bytes
+    if budget_bytes is not None and budget_bytes < needed:
         raise UsageError(
             f"a budget of {budget_bytes:,} bytes is too small: held-out samples that stay take "
             f"about {kept_bytes:,}, and of two shards of {spec.shard_bytes:,} one is read while "
-            f"the next is written. Give {least:,} or more, or smaller shards."
+            f"the next is written. Give {least_bytes or needed:,} or more, or smaller shards."
         )
     with present(
         folder,
