@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,6 +117,15 @@ def test_some_samples_of_each_split(line: Path) -> None:
     assert result["samples"] == 6
     splits = [r.split for r in Store(line / "few/stores/int8").records]
     assert sorted(splits) == ["heldout"] * 3 + ["train"] * 3
+
+
+@pytest.mark.parametrize("wrong", [{"dtype": "float16"}, {"num_draft_tokens": [0]}])
+def test_what_its_training_and_evaluation_refuse_is_refused_before_the_work(
+    line: Path, tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    with pytest.raises(UsageError, match=f"(?s)codec_report:.*{next(iter(wrong))}"):
+        report(line, tmp_path / "no", **wrong)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_store_that_has_lost_digits_is_no_measure(line: Path) -> None:

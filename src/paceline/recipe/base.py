@@ -17,6 +17,8 @@ from paceline.contracts import Overwrite
 from paceline.errors import UsageError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+# Gradients vanish in float16.
+TrainDtype = Literal["auto", "float32", "bfloat16"]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 

@@ -11,6 +11,7 @@ from paceline.recipe.base import (
     Options,
     StageOptions,
     TargetOptions,
+    TrainDtype,
     WarmupSteps,
     opt,
 )
@@ -139,7 +140,7 @@ class TrainOptions(StageOptions, TargetOptions, CacheOptions):
         lt=1,
     )
     seed: int = opt(0, "Seed of weights, data order and noise.")
-    dtype: Literal["auto", "float32", "bfloat16"] = opt(
+    dtype: TrainDtype = opt(
         "auto",
         "Dtype of the arithmetic; weights are kept in float32. auto: bfloat16 on a GPU, the faster "
         "of float32 and bfloat16 on a CPU.",

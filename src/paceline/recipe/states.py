@@ -2,12 +2,15 @@
 
 from typing import Any, Literal
 
+from pydantic import PositiveInt
+
 from paceline.recipe.base import (
     Dtype,
     Options,
     Share,
     StageOptions,
     TargetOptions,
+    TrainDtype,
     WarmupSteps,
     opt,
 )
@@ -223,7 +226,7 @@ class CodecReportOptions(StageOptions, TargetOptions):
     warmup_steps: WarmupSteps = opt(
         0.15, "Optimiser steps of linear warm-up; below 1 a share of all steps."
     )
-    num_draft_tokens: list[int] = opt([1, 3, 5], "Chain lengths K.", min_length=1)
+    num_draft_tokens: list[PositiveInt] = opt([1, 3, 5], "Chain lengths K.", min_length=1)
     seed: int = opt(0, "Seed of weights and data order.")
-    dtype: Dtype = opt("auto", "Dtype of the training's arithmetic.")
+    dtype: TrainDtype = opt("auto", "Dtype of the training's arithmetic.")
     device: str = opt("auto", "Device.", identity=False)
