@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import paceline
-from paceline.errors import UsageError
+from paceline.errors import TrainingError, UsageError
 from paceline.forms.compact import write_compact
 from paceline.forms.config_json import Serving
 from paceline.forms.source import open_draft
@@ -87,3 +87,16 @@ def test_the_shape_is_told_without_the_weights(target, draft, tmp_path):
         for weights in (tmp_path / name).glob("*.safetensors"):
             weights.unlink()
         assert source.config(target) == draft.config
+
+
+@pytest.mark.parametrize("name", ["draft.json", "draft.safetensors"])
+@pytest.mark.parametrize("harm", ["cut", "removed"])
+def test_a_damaged_file_of_a_trained_draft_is_named(target, draft, tmp_path, name, harm):
+    path = trained_folder(tmp_path / "train", draft, target) / name
+    if harm == "cut":
+        os.truncate(path, 100)
+    else:
+        path.unlink()
+    says = f"{re.escape(str(path))} cannot be read .*Train again with --overwrite"
+    with pytest.raises(TrainingError, match=says):
+        open_draft(tmp_path / "train").load(target)

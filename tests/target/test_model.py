@@ -1,6 +1,7 @@
 """Norm and head loaded alone against the whole model's own logits, family by family."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -74,6 +75,14 @@ def test_a_model_that_writes_no_text_is_refused_by_name(tmp_path):
     for use in (num_parameters, lambda t: TeacherHead(t, torch.float32)):
         with pytest.raises(TargetError, match=f"{tmp_path}: transformers cannot load it: .*ViT"):
             use(target)
+
+
+def test_weights_that_were_cut_off_are_told_with_the_folder(tmp_path):
+    save_model(tmp_path, "llama")
+    os.truncate(tmp_path / "model.safetensors", 3000)
+    target = Target(TargetReference(str(tmp_path)))
+    with pytest.raises(TargetError, match=f"{tmp_path}: transformers cannot load it: .*header"):
+        load_model(target, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)

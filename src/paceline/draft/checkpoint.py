@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from paceline.artefact import write_atomically, write_json
@@ -42,17 +43,33 @@ def write_draft(folder: Path, config: DraftConfig, tensors: dict[str, torch.Tens
 
 
 def read_draft_config(folder: Path) -> DraftConfig:
-    """The shape of a folder's draft."""
-    return DraftConfig.from_dict(json.loads((folder / CONFIG_FILE).read_text()))
+    """The shape of a folder's draft. Raises TrainingError for a damaged file."""
+    path = folder / CONFIG_FILE
+    try:
+        return DraftConfig.from_dict(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> TrainingError:
+    return TrainingError(
+        f"{path} cannot be read ({error}): it was damaged or removed after the training. "
+        "Train again with --overwrite, or take the draft from a copy"
+    )
 
 
 def load_draft(folder: Path, target: Target, dtype: torch.dtype = torch.float32) -> Draft:
     """The draft of a folder with the target's embedding, in eval mode.
 
-    Raises TrainingError that lists missing and unexpected tensors together.
+    Raises TrainingError that lists missing and unexpected tensors together, or names a damaged
+    file.
     """
     config = read_draft_config(folder)
-    tensors = load_file(folder / WEIGHTS_FILE)
+    path = folder / WEIGHTS_FILE
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise _damaged(path, error) from error
     if config.shares_embedding:
         tensors[_EMBEDDING] = load_embedding(target, dtype)
     return build_draft(config, tensors, dtype, str(folder))

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -94,7 +95,7 @@ def _auto_class(config: PretrainedConfig) -> type:
 def _told_as_target_error(target: Target) -> Iterator[None]:
     try:
         yield
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, SafetensorError) as error:
         raise TargetError(f"{target.folder}: transformers cannot load it: {error}") from error
 
 
