@@ -59,6 +59,13 @@ def test_a_folder_is_made_once_and_then_does_nothing(tmp_path):
     assert (folder / MANIFEST_NAME).read_bytes() == written
 
 
+def test_a_folder_that_is_none_of_a_stage_s_is_told_from_one_that_is_not_there(tmp_path):
+    with pytest.raises(UsageError, match=f"{tmp_path / 'none'}: no such folder"):
+        load_manifest(tmp_path / "none", "extract")
+    with pytest.raises(UsageError, match="is not a folder of `paceline extract`: it has no"):
+        load_manifest(tmp_path, "extract")
+
+
 def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
     with pytest.raises(KeyboardInterrupt), open_stage(tmp_path / "a", "align", INPUTS, OPTIONS):
         (tmp_path / "a" / "half.txt").write_text("half")

@@ -197,6 +197,7 @@ def test_what_is_not_a_stage_s_folder(tiny_run, tmp_path):
     for folder, says in (
         (tmp_path, "is not a paceline folder"),
         (tmp_path / "none", "no such folder"),
+        (tmp_path / "data.bin", "a file, not a folder"),
         (tiny_run, "inspect one of align, evaluate, export, extract, generate, prepare"),
     ):
         with pytest.raises(UsageError, match=says):

@@ -240,8 +240,17 @@ def test_options_by_position():
 
 
 def test_a_verb_refuses_more_values_than_it_has_places(tmp_path):
-    with pytest.raises(UsageError, match="takes 1 options without a name, 2 were given"):
+    says = r"^paceline.inspect: values without a name: 2 given, 1 \(folder\) taken"
+    with pytest.raises(UsageError, match=says):
         paceline.inspect(str(tmp_path), "x")
+    with pytest.raises(UsageError, match="^paceline.train: values without a name: 1 given, none"):
+        paceline.train("runs/x/extract")
+
+
+def test_what_options_together_are_refused_for_names_no_class():
+    says = "^paceline.evaluate:\n  prompts: modes decode and served ask them"
+    with pytest.raises(UsageError, match=says):
+        paceline.evaluate(prompts=["x.jsonl"])
 
 
 def test_recipes_of_the_documentation_are_valid(tmp_path):

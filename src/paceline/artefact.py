@@ -198,7 +198,9 @@ def load_manifest(folder: str | Path, stage: str | None = None) -> Manifest:
     """
     path = Path(folder) / MANIFEST_NAME
     if not path.is_file():
-        wanted = f"{stage} folder" if stage else "paceline folder"
+        if not Path(folder).is_dir():
+            raise UsageError(f"{folder}: no such folder")
+        wanted = f"folder of `paceline {stage}`" if stage else "paceline folder"
         raise UsageError(f"{folder} is not a {wanted}: it has no {MANIFEST_NAME}")
     return parse_manifest(path.read_bytes(), path, stage)
 

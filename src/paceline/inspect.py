@@ -97,7 +97,9 @@ def verify(folder: Path, manifest: Manifest) -> dict[str, Any]:
 
 def _manifest(folder: Path) -> Manifest:
     if not folder.is_dir():
-        raise UsageError(f"{folder}: no such folder")
+        raise UsageError(
+            f"{folder}: {'a file, not a folder' if folder.exists() else 'no such folder'}"
+        )
     stages = sorted(p.parent.name for p in folder.glob(f"*/{MANIFEST_NAME}"))
     if stages and not (folder / MANIFEST_NAME).is_file():
         raise UsageError(

@@ -24,7 +24,7 @@ class _Verb(ModuleType):
         if given and isinstance(given[0], model):
             values = {**given[0].model_dump(), **values}
         else:
-            values |= _by_position(model, given)
+            values |= _by_position(model, given, self.__name__)
         return run(build(model, values, where=self.__name__))
 
     @property
@@ -39,11 +39,12 @@ class _Verb(ModuleType):
         return inspect.Signature([*first, *rest])
 
 
-def _by_position(model: type[Options], given: tuple[Any, ...]) -> dict[str, Any]:
+def _by_position(model: type[Options], given: tuple[Any, ...], where: str) -> dict[str, Any]:
     names = positional_options(model)
     if len(given) > len(names):
+        taken = f"{len(names)} ({', '.join(names)})" if names else "none"
         raise UsageError(
-            f"{model.__name__} takes {len(names)} options without a name, {len(given)} were given"
+            f"{where}: values without a name: {len(given)} given, {taken} taken; write NAME=VALUE"
         )
     return dict(zip(names, given, strict=False))
 

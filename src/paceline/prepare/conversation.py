@@ -69,7 +69,7 @@ def conversation(row: dict[str, Any], identity: Identity) -> Conversation | None
     else:
         return None
     if not isinstance(raw, list):
-        raise RowError("bad_message", f"{key} is a {type(raw).__name__}, not a list")
+        raise RowError("bad_message", f"{key} is {type(raw).__name__}, not a list")
     if not raw:
         raise RowError("empty", f"{key} is empty")
     messages = [canonical_message(value, f"{key}[{i}]") for i, value in enumerate(raw)]
@@ -89,7 +89,7 @@ def conversation(row: dict[str, Any], identity: Identity) -> Conversation | None
 def canonical_message(value: Any, where: str) -> Message:
     """One message in canonical form. Raises RowError that names `where` it stands."""
     if not isinstance(value, dict):
-        raise RowError("bad_message", f"{where} is a {type(value).__name__}, not an object")
+        raise RowError("bad_message", f"{where} is {type(value).__name__}, not an object")
     given = value.get("role", value.get("from"))
     role = _ROLES.get(given.lower()) if isinstance(given, str) else None
     if role is None:
@@ -147,7 +147,7 @@ def _text(content: Any, where: str) -> str:
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(call, dict):
-        raise RowError("bad_tool_call", f"{where} is a {type(call).__name__}, not an object")
+        raise RowError("bad_tool_call", f"{where} is {type(call).__name__}, not an object")
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowError("bad_tool_call", f"{where} has no function name")

@@ -141,9 +141,11 @@ def build(model: type[Options], values: dict[str, Any], where: str = "options") 
 
 
 def _problem(model: type[Options], place: tuple[int | str, ...], kind: str, text: str) -> str:
-    name = ".".join(map(str, place)) or model.__name__
+    name = ".".join(map(str, place))
     if kind != "extra_forbidden":
-        return f"{name}: {text.removeprefix('Value error, ')}"
+        text = text.removeprefix("Value error, ")
+        # What is wrong with several options together names them itself.
+        return f"{name}: {text}" if name else text
     known = _options_at(model, place[:-1])
     close = difflib.get_close_matches(str(place[-1]), known, n=1)
     return f"{name}: no such option" + (f"; did you mean {close[0]}?" if close else "")

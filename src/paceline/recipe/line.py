@@ -138,7 +138,8 @@ def load_recipe(path: str | Path, overrides: list[str] = ()) -> Recipe:
     """
     path = Path(path)
     if not path.is_file():
-        raise UsageError(f"{path}: no such recipe")
+        is_folder = path.is_dir()
+        raise UsageError(f"{path}: {'a folder, not a recipe' if is_folder else 'no such recipe'}")
     try:
         values = yaml.safe_load(path.read_text()) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
