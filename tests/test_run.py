@@ -16,6 +16,7 @@ from paceline.errors import (
     LayerError,
     TrainingError,
     UsageError,
+    VocabularyError,
 )
 from paceline.recipe import Recipe, build, load_recipe
 from paceline.run import StageTimes, plan_stages
@@ -90,6 +91,11 @@ def test_a_recipe_without_target_or_file_is_refused():
         plan_stages(build(Recipe, {}))
     with pytest.raises(UsageError, match="pass `recipe`"):
         paceline.run()
+
+
+def test_a_folder_in_the_place_of_a_recipe_is_told_so(tmp_path):
+    with pytest.raises(UsageError, match="a folder, not a recipe"):
+        paceline.run(str(tmp_path))
 
 
 def test_the_plan_leaves_the_recipe_alone():
@@ -188,7 +194,14 @@ def test_a_failing_stage_keeps_those_before_it_and_the_time(tmp_path):
             TrainingError,
             "train_head false keeps the target's head of width 32",
         ),
+        (
+            ["align.draft_vocab_size=32000"],
+            VocabularyError,
+            "^align.draft_vocab_size 32000 is above the target's logit width 260",
+        ),
         (["train.trackers=[wandb]"], UsageError, "wandb is not installed"),
+        (["train.device=gpu"], UsageError, "device 'gpu': name auto, cpu, cuda or cuda:N"),
+        (["evaluate.device=gpu"], UsageError, "device 'gpu'"),
         (["train.start_from=./nowhere"], UsageError, "nowhere holds no draft"),
         (["train.start_from={run}/train"], UsageError, "choose another `out`"),
         (

@@ -4,9 +4,10 @@ import importlib.util
 from collections.abc import Mapping
 
 from paceline.contracts import LayerPlan
+from paceline.device import choose_device
 from paceline.draft.config import DraftConfig
 from paceline.draft.from_target import Config
-from paceline.errors import UsageError
+from paceline.errors import UsageError, VocabularyError
 from paceline.evaluate.decode import check_decodable
 from paceline.evaluate.prompts import describe_questions
 from paceline.forms.carry import FORMS, check_carried
@@ -52,6 +53,11 @@ def shape_of_draft(
     """
     layers = plan_layers(recipe.extract.layers, num_layers, recipe.extract.layer_convention)
     size = recipe.align.draft_vocab_size
+    if not recipe.train.start_from and size > text_config.vocab_size:
+        raise VocabularyError(
+            f"align.draft_vocab_size {size} is above the target's logit width "
+            f"{text_config.vocab_size}: give a smaller one"
+        )
     config = shape_to_train(recipe.train, target, text_config, layers.aux, size)
     export = planned["export"]
     if export.draft == planned["train"].out:
@@ -61,6 +67,8 @@ def shape_of_draft(
 
 
 def _check_evaluate(options: EvaluateOptions) -> None:
+    if options.mode != "served":
+        choose_device(options.device)
     if options.beside:
         open_draft(options.beside)
     if options.prompts:

@@ -19,7 +19,7 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise UsageError(f"device {name!r}: {error}") from error
+        raise UsageError(f"device {name!r}: name auto, cpu, cuda or cuda:N") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"device {name!r}: no CUDA GPU is here; use device cpu")
     return device

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from paceline.artefact import refuse_own_inputs
+from paceline.device import choose_device
 from paceline.draft.config import DraftConfig
 from paceline.draft.from_target import Config, draft_config
 from paceline.draft.model import LLAMA_LAYER_NAMES, Draft, DraftLayer
@@ -33,6 +34,7 @@ _BEFORE_MLP = "pre_feedforward_layernorm.weight"
 def check_early(options: TrainOptions) -> None:
     """What the options alone tell, before there are inputs. Raises UsageError."""
     check_installed(options.trackers)
+    choose_device(options.device)
     refuse_own_inputs(Path(options.out), {"start_from": {"path": options.start_from}})
 
 
