@@ -1,6 +1,8 @@
 """Recipes: YAML in, dotted overrides, every problem told at once."""
 
+import inspect
 import math
+import pydoc
 import re
 from pathlib import Path
 
@@ -245,6 +247,22 @@ def test_a_verb_refuses_more_values_than_it_has_places(tmp_path):
         paceline.inspect(str(tmp_path), "x")
     with pytest.raises(UsageError, match="^paceline.train: values without a name: 1 given, none"):
         paceline.train("runs/x/extract")
+
+
+@pytest.mark.parametrize("name", paceline.__all__)
+def test_help_shows_the_options_of_a_verb(name):
+    verb = getattr(paceline, name)
+    shown = pydoc.plaintext.document(verb)
+    for option in inspect.signature(verb).parameters:
+        assert re.search(rf"^    {option}( = |\.)", shown, flags=re.M), option
+
+
+def test_help_says_what_an_option_is_and_may_be():
+    shown = " ".join(pydoc.plaintext.document(paceline.train).split())
+    says = "optimiser = 'adamw' adamw, or muon for the matrices"
+    assert says in shown and "One of 'adamw', 'muon'." in shown
+    assert "draft.num_layers = 1 Decoder layers." in shown
+    assert "One of 'tensorboard', 'wandb', 'trackio'." in shown and "'other'." not in shown
 
 
 def test_what_options_together_are_refused_for_names_no_class():

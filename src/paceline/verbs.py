@@ -6,8 +6,10 @@ to a subclass of ModuleType (Data model, "Customizing module attribute access");
 
 import inspect
 import sys
+import textwrap
+from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from paceline.errors import UsageError
 from paceline.recipe import Options, build, positional_options
@@ -49,6 +51,34 @@ def _by_position(model: type[Options], given: tuple[Any, ...], where: str) -> di
     return dict(zip(names, given, strict=False))
 
 
+def _described(model: type[Options], path: str = "") -> Iterator[str]:
+    """For `help`: each option with its default and what it is; those of a group by dotted names."""
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Options):
+            yield from _described(kind, f"{path}{name}.")
+            continue
+        about = field.description or ""
+        if choices := _choices(kind):
+            about += f" One of {', '.join(map(repr, choices))}."
+        default = field.get_default(call_default_factory=True)
+        text = textwrap.fill(about, 92, initial_indent="    ", subsequent_indent="    ")
+        yield f"{path}{name} = {default!r}\n{text}"
+
+
+def _choices(kind: Any) -> list[str]:
+    """The words that an option, or each of its values, may be; none where it may be others too."""
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    inner = get_args(kind)
+    return [] if bool in inner else [word for part in inner for word in _choices(part)]
+
+
 def make_callable(module_name: str) -> None:
     """Call at the end of a stage's module, after `VERB` is set."""
-    sys.modules[module_name].__class__ = _Verb
+    module = sys.modules[module_name]
+    module.__class__ = _Verb
+    options = "\n".join(_described(module.VERB[0]))
+    module.__doc__ = (
+        f"{module.__doc__ or ''}\n\nOptions, by name, with their defaults:\n\n{options}\n"
+    )
