@@ -249,6 +249,20 @@ def test_a_verb_refuses_more_values_than_it_has_places(tmp_path):
         paceline.train("runs/x/extract")
 
 
+@pytest.mark.parametrize(
+    ("verb", "options", "says"),
+    [
+        ("extract", {"workers": 2}, "workers: engine transformers is one; say `engine` vllm"),
+        ("extract", {"ray_address": "auto"}, "ray_address: engine transformers is one"),
+        ("generate", {"server": "http://x/v1"}, "server: engine transformers asks none"),
+        ("generate", {"server": "http://x/v1", "engine": "vllm"}, "server: engine vllm asks none"),
+    ],
+)
+def test_options_of_another_engine_are_refused(verb, options, says):
+    with pytest.raises(UsageError, match=f"^paceline.{verb}:\n  {says}"):
+        getattr(paceline, verb)(**options)
+
+
 @pytest.mark.parametrize("name", paceline.__all__)
 def test_help_shows_the_options_of_a_verb(name):
     verb = getattr(paceline, name)

@@ -23,11 +23,13 @@ class _Verb(ModuleType):
     def __call__(self, *given: Any, **values: Any) -> dict[str, Any]:
         """Run with an options object, or with options by name (a few also by position)."""
         model, run = self.VERB
+        # As users call it, wherever its file lies.
+        where = f"paceline.{self.__name__.rpartition('.')[2]}"
         if given and isinstance(given[0], model):
             values = {**given[0].model_dump(), **values}
         else:
-            values |= _by_position(model, given, self.__name__)
-        return run(build(model, values, where=self.__name__))
+            values |= _by_position(model, given, where)
+        return run(build(model, values, where=where))
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -1,6 +1,8 @@
 """Options of `prepare` and `generate`."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
+
+from pydantic import model_validator
 
 from paceline.recipe.base import Dtype, Share, StageOptions, TargetOptions, opt
 
@@ -117,3 +119,9 @@ class GenerateOptions(StageOptions, TargetOptions):
     engine_options: dict[str, Any] = opt(
         {}, "Further arguments of the engine's constructor (vLLM's own names).", identity=False
     )
+
+    @model_validator(mode="after")
+    def _of_the_engine(self) -> Self:
+        if self.server and self.engine != "openai":
+            raise ValueError(f"server: engine {self.engine} asks none; say `engine` openai")
+        return self

@@ -1,8 +1,8 @@
 """Options of what makes, moves and looks after hidden states."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import PositiveInt
+from pydantic import PositiveInt, model_validator
 
 from paceline.recipe.base import (
     Dtype,
@@ -90,6 +90,13 @@ class ExtractOptions(StageOptions, TargetOptions):
     engine_options: dict[str, Any] = opt(
         {}, "Further arguments of the engine's constructor (vLLM's own names).", identity=False
     )
+
+    @model_validator(mode="after")
+    def _of_the_engine(self) -> Self:
+        if self.engine != "vllm" and (self.workers > 1 or self.ray_address):
+            name = "ray_address" if self.ray_address else "workers"
+            raise ValueError(f"{name}: engine {self.engine} is one; say `engine` vllm")
+        return self
 
 
 class ImportStoreOptions(StageOptions, TargetOptions):
