@@ -513,3 +513,18 @@ def test_skipped_rows_are_listed_in_order_with_their_files(tmp_path: Path, targe
         ("two.jsonl", 1, "r0", "duplicate"),
         ("two.jsonl", 2, "z", "missing_key"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "is_told"),
+    [({"heldout_share": 0.0}, True), ({"heldout_share": 0.5}, False), ({"split": "train"}, False)],
+)
+def test_that_nothing_is_held_out_is_told(
+    tmp_path: Path,
+    target: Path,
+    caplog: pytest.LogCaptureFixture,
+    options: dict[str, Any],
+    is_told: bool,
+) -> None:
+    Prepared(tmp_path, target, many(40), **options)
+    assert ("no conversation is held out, and `evaluate` will find none" in caplog.text) == is_told

@@ -139,13 +139,20 @@ def describe_questions(options: EvaluateOptions) -> dict[str, Any]:
     return describe_input(options.data, load_finished(options.data, "prepare"))
 
 
+def no_samples(folder: str | Path, split: str) -> EvaluationError:
+    return EvaluationError(
+        f"{folder} has no samples of split {split!r}: `heldout_share` of `prepare` decides how "
+        "many are held out, `split` of `evaluate` which ones are measured"
+    )
+
+
 def open_questions(options: EvaluateOptions, target: Target) -> Questions:
     """The prompts that the options name. Raises EvaluationError where there are none."""
     if not options.prompts:
         data = TokenDataset(options.data)
         chats = list(_of_samples(data, options))
         if not chats:
-            raise EvaluationError(f"{data.folder} has no samples of split {options.split!r}")
+            raise no_samples(data.folder, options.split)
         return Questions(chats, set(data.manifest.result["end_of_turn_ids"]))
     form = ChatForm(options, target)
     chats = [chat for file in _files(options) for chat in _of_file(file, options)]

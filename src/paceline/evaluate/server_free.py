@@ -8,10 +8,11 @@ from paceline.acceptance.chain import draft_answers, spans_of
 from paceline.acceptance.counts import Answer, Counts, walk
 from paceline.contracts import TRAIN_SPLIT
 from paceline.draft.model import Draft
-from paceline.errors import EvaluationError, FingerprintMismatch
+from paceline.errors import FingerprintMismatch
 from paceline.evaluate.baselines import BigramTable, prompt_lookup_answer
 from paceline.evaluate.expected import draft_chances, expected_counts
 from paceline.evaluate.failures import Failures
+from paceline.evaluate.prompts import no_samples
 from paceline.evaluate.walks import Measured, Walks
 from paceline.progress import Bar, progress_bar
 from paceline.recipe import EvaluateOptions
@@ -38,7 +39,7 @@ def measure_chain(
             _check_store(store, one, target)
     chosen = store.split(options.split)[: options.limit]
     if not len(chosen):
-        raise EvaluationError(f"{store.folder} has no samples of split {options.split!r}")
+        raise no_samples(store.folder, options.split)
     groups = cut(chosen, store.records.num_tokens, _GROUP_TOKENS)
     failures = Failures(target.vocab_size)
     with progress_bar("evaluate", len(chosen), "sample") as bar:

@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline import fingerprint
 from paceline.artefact import StageFolder, differences, load_finished, open_stage
+from paceline.contracts import HELDOUT_SPLIT
 from paceline.dataset import list_parts, read_record, write_part
 from paceline.errors import DataError, UsageError
 from paceline.prepare.convert import DELIBERATE, GIVEN_IDS, Converter
@@ -204,6 +205,11 @@ def _finish(
     _check_weights(options, totals)
     require_usable(totals, folder.path)
     _check_share(options, totals.num_bad, totals.rows, folder.path)
+    if options.split == "auto" and not totals.splits[HELDOUT_SPLIT]["samples"]:
+        logger.warning(
+            "prepare: no conversation is held out, and `evaluate` will find none: raise "
+            "heldout_share, or give rows `split: heldout`"
+        )
     write_counts(folder.path, totals)
     result = _result(options, target, totals, converter)
     result |= describe_side_files(folder.path, [COUNTS_FILE, SKIPPED_FILE])
