@@ -1,13 +1,12 @@
 """What a recipe is refused for before its first stage, since late ones would do it hours later."""
 
-import importlib.util
 from collections.abc import Mapping
 
 from paceline.contracts import LayerPlan
 from paceline.device import choose_device
 from paceline.draft.config import DraftConfig
 from paceline.draft.from_target import Config
-from paceline.errors import UsageError, VocabularyError
+from paceline.errors import VocabularyError
 from paceline.evaluate.decode import check_decodable
 from paceline.evaluate.prompts import describe_questions
 from paceline.forms.carry import FORMS, check_carried
@@ -16,6 +15,7 @@ from paceline.recipe import EvaluateOptions, Recipe, StageOptions
 from paceline.target.layers import plan_layers
 from paceline.target.spec import Target, open_target
 from paceline.train.start import check_early, shape_to_train
+from paceline.vllm_process import require_vllm
 
 
 def look_ahead(recipe: Recipe, planned: Mapping[str, StageOptions], to_come: set[str]) -> None:
@@ -33,10 +33,8 @@ def look_ahead(recipe: Recipe, planned: Mapping[str, StageOptions], to_come: set
     if "evaluate" in to_come:
         _check_evaluate(planned["evaluate"])
     needing = sorted(name for name in to_come if _needs_vllm(name, planned[name]))
-    if needing and importlib.util.find_spec("vllm") is None:
-        raise UsageError(
-            f"{', '.join(needing)}: vLLM is not installed here: pip install 'paceline[vllm]'"
-        )
+    if needing:
+        require_vllm(", ".join(needing))
 
 
 def shape_of_draft(

@@ -1,6 +1,7 @@
 """What everybody who starts vLLM in this process must do before and after."""
 
 import contextlib
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -11,7 +12,14 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
+from paceline.errors import UsageError
 from paceline.vllm_orphans import Driver, ending_with
+
+
+def require_vllm(who: str) -> None:
+    """Raises UsageError, before anything is begun, where vLLM is not installed."""
+    if sys.modules.get("vllm") is None and importlib.util.find_spec("vllm") is None:
+        raise UsageError(f"{who}: vLLM is not installed here: pip install 'paceline[vllm]'")
 
 
 def set_environment(wanted: dict[str, str]) -> None:

@@ -31,6 +31,7 @@ from paceline.store.sizes import store_size
 from paceline.store.staging import open_store_stage
 from paceline.target.layers import plan_layers
 from paceline.target.spec import Target, open_target
+from paceline.vllm_process import require_vllm
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,8 @@ def run(options: ExtractOptions) -> dict[str, Any]:
     ) as stage:
         if stage.done:
             return stage.result
+        if options.engine == "vllm":
+            require_vllm("extract")
         return _extract(options, stage, data, target, plan)
 
 

@@ -26,6 +26,7 @@ from paceline.recipe import GenerateOptions
 from paceline.side_files import describe_side_files
 from paceline.target.spec import Target, open_target
 from paceline.verbs import make_callable
+from paceline.vllm_process import require_vllm
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ def run(options: GenerateOptions) -> dict[str, Any]:
     with open_stage(options.out, "generate", inputs, identity, options.overwrite) as folder:
         if folder.done:
             return folder.result
+        if options.engine == "vllm":
+            require_vllm("generate")
         chat_template = ChatTemplate(
             template, target.tokenizer, options.chat_template_kwargs, options.system_prompt
         )
