@@ -43,7 +43,9 @@ def _stopped(tiny_run, out, number):
     assert "stopped; what was finished is kept, the same command goes on" in told
     assert "Traceback" not in told
     assert load_manifest(out).status == "running"
-    assert json.loads(printed)["error"]["exit_code"] == process.returncode
+    error = json.loads(printed)["error"]
+    assert error["exit_code"] == process.returncode
+    assert error["message"].startswith("stopped; what was finished is kept")
     return process.returncode
 
 

@@ -1,11 +1,15 @@
 """Wrong input through the real program: a clear error, the right code, nothing lost."""
 
+import errno
 import json
+import os
 import shutil
 
 import pytest
 import yaml
 
+import paceline
+from paceline.cli.main import main
 from tests.targets import save_tokenizer
 from tests.tiny_line import program, save_tiny_target, write_recipe
 
@@ -38,6 +42,27 @@ def test_a_missing_file(tiny_run, tmp_path):
     assert error["kind"] == "UsageError"
     assert f"{missing}: no such file" in error["message"]
     assert not out.exists()
+
+
+def test_a_folder_below_a_file(tiny_run, tmp_path):
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "out"
+    done = program("align", "--json", "--data", tiny_run / "prepare", "--out", out)
+    error = _failure(done, 2)
+    assert error["message"].startswith(f"{out}: Not a directory: name another path")
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
+def test_a_folder_where_this_user_may_not_write(monkeypatch, capsys, number):
+    def refuse(_options):
+        raise OSError(number, os.strerror(number), "runs/x")
+
+    monkeypatch.setattr(paceline.align, "VERB", (paceline.align.VERB[0], refuse))
+    with pytest.raises(SystemExit) as stop:
+        main(["align", "--json"])
+    assert stop.value.code == 2
+    message = json.loads(capsys.readouterr().out)["error"]["message"]
+    assert message.startswith(f"runs/x: {os.strerror(number)}: name another path")
 
 
 def test_a_target_that_is_nowhere(tmp_path):

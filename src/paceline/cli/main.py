@@ -69,6 +69,8 @@ _ABOUT = (
 )
 INTERRUPTED, TERMINATED = 130, 143
 _OPEN_FILES = 1 << 16
+# What a path that was given cannot be: not this user's, on a disk that is read alone, below a file.
+_REFUSED_PATHS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR)
 
 
 class Terminated(BaseException):
@@ -86,7 +88,7 @@ def _main(arguments: list[str]) -> int:
         sys.stderr.write(message)
         if code and "--json" in arguments:
             text = message.strip().rpartition("Error: ")[2]
-            json.dump(_failure(UsageError(text), code), sys.stdout)
+            json.dump(_failure(UsageError, text, code), sys.stdout)
             sys.stdout.write("\n")
         return code
     quiet_libraries()
@@ -178,6 +180,12 @@ def _guarded(
     except PacelineError as error:
         return _failed(error, error.exit_code, request)
     except OSError as error:
+        if error.errno in _REFUSED_PATHS and error.filename:
+            refused = UsageError(
+                f"{error.filename}: {error.strerror}: name another path, or change what this user "
+                "may do there"
+            )
+            return _failed(refused, refused.exit_code, request)
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             return _failed(error, 1, request, unexpected=True)
         full = DiskFullError(
@@ -196,20 +204,22 @@ def _guarded(
 def _failed(
     error: BaseException, code: int, request: Request, unexpected: bool = False
 ) -> tuple[dict[str, Any], int]:
+    text = str(error)
     if code in (INTERRUPTED, TERMINATED):
-        logger.error("stopped; what was finished is kept, the same command goes on")
+        text = "stopped; what was finished is kept, the same command goes on"
+        logger.error("%s", text)
     elif unexpected:
         hint = "" if request.debug else " (--debug shows where)"
-        logger.error("unexpected %s: %s%s", type(error).__name__, error, hint)
+        logger.error("unexpected %s: %s%s", type(error).__name__, text, hint)
     else:
-        logger.error("%s", error)
+        logger.error("%s", text)
     if request.debug:
         traceback.print_exception(error, file=sys.stderr)
-    return _failure(error, code), code
+    return _failure(type(error), text, code), code
 
 
-def _failure(error: BaseException, code: int) -> dict[str, Any]:
-    return {"error": {"kind": type(error).__name__, "message": str(error), "exit_code": code}}
+def _failure(kind: type[BaseException], text: str, code: int) -> dict[str, Any]:
+    return {"error": {"kind": kind.__name__, "message": text, "exit_code": code}}
 
 
 @contextlib.contextmanager
