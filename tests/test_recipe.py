@@ -61,7 +61,8 @@ def test_a_recipe_and_its_overrides(tmp_path):
 def test_all_problems_stand_in_one_message(tmp_path):
     path = _write(
         tmp_path,
-        "targt: x\ntrain: {epochss: 2, ttt_steps: 0, draft: {num_layerz: 1}}\n"
+        "targt: x\nprepare: {data: chats.jsonl}\n"
+        "train: {epochss: 2, ttt_steps: 0, draft: {num_layerz: 1}}\n"
         "generate: {max_tokens: 3}\nevaluate: {num_draft_tokens: [0]}\nexport: {server: [tgi]}\n",
     )
     with pytest.raises(UsageError) as caught:
@@ -71,6 +72,7 @@ def test_all_problems_stand_in_one_message(tmp_path):
         str(path),
         "targt: no such option; did you mean target?",
         "train.epochss: no such option; did you mean epochs?",
+        "prepare.data: write a list: [chats.jsonl]",
         "train.ttt_steps: Input should be greater than or equal to 1",
         "train.draft.num_layerz: no such option; did you mean num_layers?",
         "generate.max_tokens: no such option",

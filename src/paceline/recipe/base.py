@@ -12,6 +12,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from paceline.contracts import Overwrite
 from paceline.errors import UsageError
@@ -136,8 +137,15 @@ def build(model: type[Options], values: dict[str, Any], where: str = "options") 
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        lines = [f"  {_problem(model, e['loc'], e['type'], e['msg'])}" for e in error.errors()]
+        lines = [f"  {_problem(model, e['loc'], e['type'], _hinted(e))}" for e in error.errors()]
         raise UsageError(f"{where}:\n" + "\n".join(lines)) from error
+
+
+def _hinted(error: ErrorDetails) -> str:
+    """A list of one is often written as the one."""
+    given = error["input"]
+    is_one = error["type"] == "list_type" and isinstance(given, str | int | float)
+    return f"write a list: [{given}]" if is_one else error["msg"]
 
 
 def _problem(model: type[Options], place: tuple[int | str, ...], kind: str, text: str) -> str:
