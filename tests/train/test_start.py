@@ -47,12 +47,13 @@ def test_the_layers_are_the_targets_last_ones(line, tmp_path, num_layers):
         torch.testing.assert_close(ratio, torch.full_like(ratio, ratio[0, 0].item()))
 
 
-def started(folder, aux_rms=(1.0, 1.0, 1.0), from_target=True, **options):
+def started(folder, aux_rms=(1.0, 1.0, 1.0), from_target=True, train_head=True, **options):
     """The draft as it starts from a target in `folder`, and the target's tensors."""
     target = Target(TargetReference(str(folder)))
     config = draft_config(DraftOptions(**options), target.text_config, (2, 4, 5), 260)
     vocabulary = DraftVocabulary.from_selected(np.arange(260), target.vocab_size)
-    draft = new_draft(config, vocabulary, target, torch.tensor(aux_rms), 0, from_target)
+    given = config, vocabulary, target, torch.tensor(aux_rms), 0, from_target
+    draft = new_draft(*given, train_head)
     return draft, load_file(folder / "model.safetensors")
 
 
@@ -106,6 +107,36 @@ def is_random_but_the_head(draft, theirs):
 def test_a_random_start_has_the_targets_head_rows(tmp_path):
     save_model(tmp_path, "llama")
     assert is_random_but_the_head(*started(tmp_path, from_target=False))
+
+
+@pytest.mark.parametrize("from_target", [True, False])
+@pytest.mark.parametrize("train_head", [True, False])
+@pytest.mark.parametrize(
+    ("family", "scale"),
+    [
+        ("granite", {"logits_scaling": 8.0}),
+        ("cohere", {"logit_scale": 0.125}),
+    ],
+    ids=str,
+)
+def test_what_the_target_multiplies_its_logits_by_is_in_the_weights(
+    tmp_path, family, scale, train_head, from_target
+):
+    plain = dict.fromkeys(scale, 1.0) | {"tie_word_embeddings": False}
+    save_model(tmp_path / "plain", family, **plain)
+    save_model(tmp_path / "scaled", family, **{**plain, **scale})
+    # The same function: eight times the head, an eighth of its logits.
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    tensors["lm_head.weight"] *= 8
+    save_file(tensors, tmp_path / "scaled" / "model.safetensors")
+    (one, _), (other, theirs) = (
+        started(tmp_path / name, from_target=from_target, train_head=train_head)
+        for name in ("plain", "scaled")
+    )
+    state = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(one.logits(state), other.logits(state))
+    if not train_head:
+        assert torch.equal(other.lm_head.weight, theirs["lm_head.weight"][:260])
 
 
 def test_layers_without_a_norm_in_front_are_no_start(tmp_path, monkeypatch, caplog):

@@ -243,6 +243,7 @@ def _new_draft(
         torch.tensor(start["aux_rms"], dtype=torch.float32),
         options.seed,
         from_target=options.draft.init == "target",
+        train_head=options.train_head,
     )
 
 

@@ -28,6 +28,7 @@ from paceline.vocab import DraftVocabulary
 logger = logging.getLogger(__name__)
 
 _RANDOM_STD = 0.02
+_SMALL_LOGIT = 1e-3
 _BEFORE_MLP = "pre_feedforward_layernorm.weight"
 
 
@@ -96,12 +97,14 @@ def new_draft(
     aux_rms: torch.Tensor,
     seed: int,
     from_target: bool,
+    train_head: bool = True,
 ) -> Draft:
     """A draft in float32 with its vocabulary and, where its width is the target's, the target's
     embedding and head rows.
 
     aux_rms: float32 [A], the typical RMS of each auxiliary state. from_target: the rest is the
-    target's too, where its layers have the draft's form; else it is random.
+    target's too, where its layers have the draft's form; else it is random. train_head: the head
+    is to be trained; else it is the target's rows bit by bit.
     """
     draft = _random_draft(config, aux_rms, seed)
     draft.d2t.copy_(torch.from_numpy(vocabulary.d2t))
@@ -113,10 +116,13 @@ def new_draft(
     draft.embed_tokens.weight.data = load_embedding(target, torch.float32)
     draft.embed_tokens.requires_grad_(False)
     rows = torch.from_numpy(vocabulary.selected)
-    head = TeacherHead(target, torch.float32, rows=rows)
+    head = TeacherHead(target, torch.float32, rows=rows, is_normed=True)
     draft.lm_head.weight.data.copy_(head.weight)
     if from_target:
         _start_from_layers(draft, target, aux_rms, head.norm)
+    # No draft scales its logits: what the target multiplies them by goes into the weights.
+    scaled = draft.lm_head if train_head else draft.norm
+    scaled.weight.data *= _logit_scale(head)
     return draft
 
 
@@ -243,3 +249,17 @@ def _gain(norm: nn.Module) -> torch.Tensor:
     row = torch.ones(1, weight.numel(), dtype=weight.dtype, device=weight.device)
     row[:, 1::2] = -1
     return ((norm(row) - norm(-row)) / 2 * row)[0]
+
+
+def _logit_scale(head: TeacherHead) -> float:
+    """What the target multiplies the logits of its head by (Cohere, Granite), from a state whose
+    logits are so small that soft-capping leaves them alone; a bias falls out.
+
+    head: without its norm, which would give the state a size of its own.
+    """
+    rows = head.weight
+    longest = rows[rows.norm(dim=1).argmax()]
+    state = (longest * (_SMALL_LOGIT / longest.square().sum()))[None]
+    said, plain = ((f(state) - f(-state)).double() for f in (head, head.head))
+    # Rounded, so that a target without such a scale has 1.
+    return round(float((said * plain).sum() / plain.square().sum()), 6)
