@@ -79,6 +79,33 @@ def test_gains_are_what_the_targets_norms_do_and_not_what_they_store(tmp_path, f
         torch.testing.assert_close(ours.weight, 1 + theirs[name], rtol=0, atol=1e-4)
 
 
+def test_what_a_layer_multiplies_beside_its_weights_is_in_the_drafts(tmp_path):
+    usual = {"residual_multiplier": 1.0, "attention_multiplier": 8**-0.5}
+    save_model(tmp_path / "plain", "granite", **usual)
+    save_model(tmp_path / "scaled", "granite", residual_multiplier=0.25, attention_multiplier=0.1)
+    # The same function: weights that undo the factors.
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "o_proj" in name or "down_proj" in name:
+            tensor *= 4
+        if "q_proj" in name:
+            tensor *= 8**-0.5 / 0.1
+    save_file(tensors, tmp_path / "scaled" / "model.safetensors")
+    (one, _), (other, _) = (started(tmp_path / name) for name in ("plain", "scaled"))
+    torch.testing.assert_close(other.state_dict(), one.state_dict())
+
+
+def test_attention_scores_of_normed_heads_have_the_targets_size(tmp_path):
+    save_model(tmp_path, "gemma3_text", query_pre_attn_scalar=32)
+    draft, theirs = started(tmp_path, qk_norm=True)
+    attention = draft.layers[0].self_attn
+    gain = 1 + theirs[f"{LAST}self_attn.q_norm.weight"]
+    # The draft's scores are those of heads of width 8.
+    torch.testing.assert_close(attention.q_norm.weight, gain / 2, rtol=0, atol=1e-4)
+    state_half = attention.q_proj.weight[:, 32:]
+    torch.testing.assert_close(state_half, theirs[f"{LAST}self_attn.q_proj.weight"])
+
+
 def test_norms_that_take_off_the_mean_and_have_a_bias_keep_their_gain(tmp_path, monkeypatch):
     monkeypatch.setitem(FAMILIES, "stablelm", {})
     save_model(tmp_path, "stablelm")

@@ -199,10 +199,21 @@ def _copies(
     for name, source in sources.items():
         is_norm = source.endswith("norm.weight")
         value = _gain_inside(bare, source, theirs) if is_norm else theirs[source].float()
-        if name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
-            value = value / scale
-        copies.append(_Copy(ours[name], parts[name], value))
+        copies.append(_Copy(ours[name], parts[name], value * _factor(name, layer, bare, scale)))
     return copies
+
+
+def _factor(name: str, layer: DraftLayer, bare: nn.Module, scale: float) -> float:
+    """What a copied weight is multiplied by, so that a draft's layer does with it what the target's
+    does: Granite's multiplies what it adds to the stream, and its attention scores (Gemma's too) by
+    another factor than the width of a head gives."""
+    attention = layer.self_attn
+    if name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+        return getattr(bare, "residual_multiplier", 1.0) / scale
+    if name == f"self_attn.{'q_proj' if attention.q_norm is None else 'q_norm'}.weight":
+        usual = attention.head_dim**-0.5
+        return getattr(bare.self_attn, "scaling", usual) / usual
+    return 1.0
 
 
 def _sources(layer: DraftLayer, theirs: dict[str, torch.Tensor]) -> dict[str, str]:
