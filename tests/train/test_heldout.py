@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 import paceline
 from paceline.artefact import load_finished
+from paceline.contracts import LOCK_NAME
 from paceline.draft.checkpoint import load_draft
 from paceline.draft.unroll import Unroll
 from paceline.errors import TrainingError, UsageError
@@ -209,6 +210,7 @@ def test_the_best_draft_needs_held_out_data(tmp_path):
     assert trained(tmp_path, "last", max_steps=2, eval_every=1)["heldout"] is None
     with pytest.raises(TrainingError, match="holds no held-out sample"):
         trained(tmp_path, max_steps=2, eval_every=1, load_best_model_at_end=True)
+    assert_nothing_was_begun(tmp_path / "draft")
 
 
 def test_the_best_draft_needs_an_acceptance_length(tmp_path):
@@ -217,6 +219,12 @@ def test_the_best_draft_needs_an_acceptance_length(tmp_path):
     assert trained(tmp_path, "last", **options)["best"] is None
     with pytest.raises(TrainingError, match=r"eval_draft_tokens \(100\) tokens on record"):
         trained(tmp_path, load_best_model_at_end=True, **options)
+    assert_nothing_was_begun(tmp_path / "draft")
+
+
+def assert_nothing_was_begun(folder):
+    """No step was made for nothing, and the folder takes a training of other options."""
+    assert [path.name for path in folder.iterdir()] == [LOCK_NAME]
 
 
 def test_the_best_draft_needs_looks():

@@ -16,6 +16,8 @@ from paceline.artefact import write_json
 from paceline.contracts import HELDOUT_SPLIT
 from paceline.draft.batch import from_packed
 from paceline.draft.losses import StepSums
+from paceline.errors import TrainingError
+from paceline.recipe import TrainOptions
 from paceline.store import Follower, PackedReader, PackedSamples, Store
 from paceline.train.loop import Trainer, figures
 
@@ -47,6 +49,35 @@ def choose_samples(store: Store | Follower, folder: Path, limit: int | None) -> 
     if chosen:
         write_json(path, {"limit": limit, "samples": chosen})
     return chosen
+
+
+def refuse_blind_choice(store: Store | Follower, options: TrainOptions) -> None:
+    """Raises TrainingError, before the first step, where the best draft is asked for and no look
+    will be able to tell it. Of a stream not all is known yet."""
+    if not options.load_best_model_at_end:
+        return
+    if not store.expected_rows(HELDOUT_SPLIT):
+        raise no_samples(store)
+    known, records = store.split(HELDOUT_SPLIT), store.records
+    # At most so many tokens are on record after the first verify point of an answer.
+    after_first = records.num_supervised[known] - 1 + records.num_past_end[known]
+    if len(known) and after_first.max() < options.eval_draft_tokens:
+        raise no_length(store, options)
+
+
+def no_samples(store: Store | Follower) -> TrainingError:
+    return TrainingError(
+        f"{store.folder} holds no held-out sample to tell the best draft by: `prepare` with "
+        "heldout_share, or train without load_best_model_at_end"
+    )
+
+
+def no_length(store: Store | Follower, options: TrainOptions) -> TrainingError:
+    return TrainingError(
+        f"no held-out answer of {store.folder} has eval_draft_tokens "
+        f"({options.eval_draft_tokens}) tokens on record after a verify point, so the best draft "
+        "cannot be told: lower eval_draft_tokens, or train without load_best_model_at_end"
+    )
 
 
 @torch.no_grad()

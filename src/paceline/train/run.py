@@ -30,6 +30,7 @@ from paceline.train.balance import RankShare
 from paceline.train.batches import StepPlan
 from paceline.train.best import BestDraft
 from paceline.train.checkpoint import load_checkpoint
+from paceline.train.heldout import refuse_blind_choice
 from paceline.train.loop import Trainer
 from paceline.train.optimiser import OPTIMISERS
 from paceline.train.parallel import share_draft
@@ -131,6 +132,7 @@ def _train(
     )
     share = RankShare.of_draft(config, options.ttt_steps, ranks.number, ranks.count)
     plan = plan_of(options, store, share)
+    refuse_blind_choice(store, options)
     if stage is not None:
         _warn_of_warmup(options, plan.length.num_steps)
         stage.announce({"steps": plan.length.num_steps})

@@ -14,7 +14,7 @@ from paceline.runlog import LOG_FILE, acceptance_of, append_record, cut_torn_lin
 from paceline.train.batches import Step
 from paceline.train.best import BestDraft
 from paceline.train.checkpoint import save_checkpoint
-from paceline.train.heldout import choose_samples, heldout_figures
+from paceline.train.heldout import choose_samples, heldout_figures, no_length, no_samples
 from paceline.train.loop import Trainer, figures, over_ranks
 from paceline.train.nan_batch import keep_step
 from paceline.train.optimiser import NotFinite
@@ -117,19 +117,11 @@ class Session:
         self.heldout = heldout_figures(trainer, samples, options.eval_draft_tokens)
         if self.heldout is None:
             if options.load_best_model_at_end:
-                raise TrainingError(
-                    f"{trainer.store.folder} holds no held-out sample to tell the best draft by: "
-                    "`prepare` with heldout_share, or train without load_best_model_at_end"
-                )
+                raise no_samples(trainer.store)
             return
         self._write({"step": self.next_step, "heldout": self.heldout})
         if options.load_best_model_at_end and acceptance_of(self.heldout) is None:
-            raise TrainingError(
-                f"no held-out answer of {trainer.store.folder} has eval_draft_tokens "
-                f"({options.eval_draft_tokens}) tokens on record after a verify point, so the best "
-                "draft cannot be told: lower eval_draft_tokens, or train without "
-                "load_best_model_at_end"
-            )
+            raise no_length(trainer.store, options)
         if options.eval_every:
             self.best.offer(trainer, self.next_step, self.heldout)
 
