@@ -54,6 +54,16 @@ def test_teacher_logits_are_the_targets_own(family, tmp_path):
     assert num_parameters(target) == sum(weight.numel() for weight in model.parameters())
 
 
+def test_a_forward_may_read_numbers_of_its_decoder(tmp_path, monkeypatch):
+    mamba = {"d_ssm": 32, "n_heads": 4, "d_head": 8, "d_state": 8, "n_groups": 1}
+    falcon = {"lm_head_multiplier": 0.4, **{f"mamba_{key}": n for key, n in mamba.items()}}
+    monkeypatch.setitem(FAMILIES, "falcon_h1", falcon)
+    target = Target(TargetReference(str(save_model(tmp_path, "falcon_h1"))))
+    with torch.no_grad():
+        logits, _, last = whole_forward(plain_model(tmp_path, "falcon_h1"), 8)
+    torch.testing.assert_close(TeacherHead(target, torch.float32)(last), logits)
+
+
 @pytest.mark.parametrize("family", sorted(WRAPPED))
 def test_a_stored_head_is_taken_whatever_the_outer_config_leaves_unsaid(family, tmp_path):
     """transformers' default for most of these classes is tied, and it takes the head all the

@@ -161,9 +161,13 @@ class _NormOnly(nn.Module):
     """Stands in for the decoder inside the target's own forward: hidden states in, normed out (or
     as they came, where the norm is the identity)."""
 
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self, norm: nn.Module, decoder: nn.Module) -> None:
         super().__init__()
         self.norm = norm
+        # Some forwards read numbers of their decoder (Falcon-H1's lm_head_multiplier).
+        for name, value in vars(decoder).items():
+            if isinstance(value, int | float):
+                setattr(self, name, value)
 
     def forward(self, inputs_embeds: torch.Tensor, **_: object) -> BaseModelOutputWithPast:
         return _Output(last_hidden_state=self.norm(inputs_embeds))
@@ -193,8 +197,9 @@ class TeacherHead(nn.Module):
         names = {id(module): name for name, module in shell.named_modules()}
         _materialise(norm, names[id(norm)], target, dtype)
         _materialise(head, names[id(_stored_head(shell, names, target))], target, dtype, rows)
-        in_place_of_decoder = _NormOnly(nn.Identity() if is_normed else norm)
-        _replace(shell, names[id(_set_aside(shell, target.num_layers))], in_place_of_decoder)
+        decoder = _set_aside(shell, target.num_layers)
+        in_its_place = _NormOnly(nn.Identity() if is_normed else norm, decoder)
+        _replace(shell, names[id(decoder)], in_its_place)
         self.norm = norm
         self.head = head
         self.model = shell.to(device).eval().requires_grad_(False)
