@@ -36,6 +36,12 @@ def test_an_unfinished_training_keeps_to_its_stream(begun, overwrite):
     assert kind(begun, overwrite=overwrite) is Follower
 
 
+@pytest.mark.parametrize("overwrite", [False, True, "other"])
+def test_one_that_was_killed_before_the_first_shard_keeps_to_it_too(begun, overwrite, tmp_path):
+    (tmp_path / "train" / ORDER_FILE).unlink()
+    assert kind(begun, overwrite=overwrite) is Follower
+
+
 @pytest.mark.parametrize("overwrite", [True, "other"])
 def test_one_that_starts_over_reads_the_finished_store(begun, overwrite, tmp_path):
     assert kind(begun, overwrite=overwrite, max_steps=4) is Store

@@ -54,7 +54,7 @@ def open_store(
 
 def _goes_on_with_stream(options: TrainOptions) -> bool:
     """The training began on a stream, and does not start over."""
-    if not (Path(options.out) / ORDER_FILE).is_file():
+    if not _began_on_stream(options.out):
         return False
     if not options.overwrite:
         return True
@@ -67,6 +67,15 @@ def _goes_on_with_stream(options: TrainOptions) -> bool:
         inputs = {**begun.inputs, "store": stream}
         read = lambda: begun
         return bool(work_to_keep(read, options.out, inputs, options.identity(), options.overwrite))
+    return False
+
+
+def _began_on_stream(out: str) -> bool:
+    if (Path(out) / ORDER_FILE).is_file():
+        return True
+    # One that was killed before the first shard came has only said what it reads.
+    with suppress(UsageError, StoreCorruption):
+        return isinstance(load_manifest(out, "train").inputs["store"]["fingerprint"], dict)
     return False
 
 
