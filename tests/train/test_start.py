@@ -174,6 +174,14 @@ def test_layers_without_a_norm_in_front_are_no_start(tmp_path, monkeypatch, capl
     assert is_random_but_the_head(draft, theirs)
 
 
+def test_as_many_rows_in_heads_of_another_width_are_no_start(tmp_path, caplog):
+    save_model(tmp_path, "llama")
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
+    draft, theirs = started(tmp_path, **heads)
+    assert "the target's layers have another form" in caplog.text
+    assert is_random_but_the_head(draft, theirs)
+
+
 def test_codes_of_a_quantised_weight_are_no_start(tmp_path, caplog):
     save_model(tmp_path, "llama")
     tensors = load_file(tmp_path / "model.safetensors")

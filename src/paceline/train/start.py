@@ -195,6 +195,9 @@ def _copies(
     parts = {name: _state_half(name, ours[name], width) for name in sources}
     if not all(_is_like(theirs.get(source), parts[name]) for name, source in sources.items()):
         return []
+    head_dim = layer.self_attn.head_dim
+    if getattr(bare.self_attn, "head_dim", head_dim) != head_dim:
+        return []  # as many rows, cut into heads elsewhere
     copies = []
     for name, source in sources.items():
         is_norm = source.endswith("norm.weight")
