@@ -28,6 +28,10 @@ else:
     from paceline.target.spec import Target, TargetReference
     from tests.engines.common import SMOLLM2, Reference, settings_of
 
+    def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+        # What starts engines of its own has ended before the shared one takes memory.
+        items.sort(key=lambda item: "engine" in getattr(item, "fixturenames", ()))
+
     @pytest.fixture(scope="session")
     def target() -> Target:
         return Target(TargetReference(SMOLLM2))
