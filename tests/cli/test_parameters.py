@@ -38,14 +38,15 @@ def test_names_are_the_models_own_with_dotted_groups():
     [
         (TrainOptions, "learning_rate", "value", "NUMBER"),
         (TrainOptions, "max_steps", "value", "INT"),
-        (TrainOptions, "betas", "list", "NUMBER"),
+        (TrainOptions, "betas", "enumeration", "NUMBER"),
         (TrainOptions, "draft__qk_norm", "flag", ""),
         (TrainOptions, "schedule", "value", "cosine|linear|constant"),
-        (TrainOptions, "trackers", "list", "tensorboard|wandb|trackio"),
-        (ExtractOptions, "layers", "list", "INT"),
+        (TrainOptions, "trackers", "enumeration", "tensorboard|wandb|trackio"),
+        (ExtractOptions, "layers", "enumeration", "INT"),
         (ExtractOptions, "max_quarantined_share", "value", "NUMBER"),
         (PrepareOptions, "chat_template_kwargs", "mapping", "KEY=VALUE"),
-        (EvaluateOptions, "num_draft_tokens", "list", "INT"),
+        (EvaluateOptions, "num_draft_tokens", "enumeration", "INT"),
+        (EvaluateOptions, "prompts", "list", "TEXT"),
     ],
 )
 def test_kinds_of_options(model, name, kind, metavar):
@@ -117,13 +118,24 @@ def test_all_wrong_values_are_told_at_once():
         assert f"  {name}: " in str(caught.value)
 
 
+@pytest.mark.parametrize("words", [["2", "30", "58"], ["2,30,58"], ["2, 30", "58"]])
+def test_numbers_and_words_of_a_choice_may_be_joined_by_commas(words):
+    values = values_of(list(parameters_of(ExtractOptions)), {"layers": words})
+    assert build(ExtractOptions, values).layers == [2, 30, 58]
+
+
+def test_a_comma_in_a_text_stays_in_it():
+    values = values_of(list(parameters_of(PrepareOptions)), {"data": ["one, two.jsonl"]})
+    assert build(PrepareOptions, values).data == ["one, two.jsonl"]
+
+
 def test_help_comes_from_the_models_and_tells_defaults():
     shown = " ".join(program("train", "--help").stdout.split())
     for parameter in parameters_of(TrainOptions):
         assert parameter.option in shown
         assert " ".join(parameter.help.split()) in shown
     assert "Peak learning rate. (default: 0.002)" in shown
-    assert "AdamW betas. (repeat for several; default: 0.9 0.95)" in shown
+    assert "AdamW betas. (repeat for several, or join them by commas; default: 0.9 0.95)" in shown
 
 
 def test_every_verb_is_a_command():

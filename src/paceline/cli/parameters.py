@@ -23,10 +23,13 @@ _PLAIN_NAMES = {bool: "", str: "TEXT", int: "INT", float: "NUMBER", Any: "VALUE"
 
 @dataclass(frozen=True)
 class Parameter:
-    """One option of a command: where its value goes in the model, and how a shell says it."""
+    """One option of a command: where its value goes in the model, and how a shell says it.
+
+    kind: an "enumeration" is a list of what holds no comma, so that one may stand between values.
+    """
 
     path: tuple[str, ...]
-    kind: Literal["flag", "list", "mapping", "value"]
+    kind: Literal["flag", "list", "enumeration", "mapping", "value"]
     metavar: str
     help: str
     positional: bool
@@ -41,7 +44,7 @@ class Parameter:
 
     def signature(self) -> inspect.Parameter:
         """As Typer reads it; nothing given is None, so that defaults stay with the model."""
-        shape = {"flag": bool, "value": str, "list": list[str], "mapping": list[str]}[self.kind]
+        shape = {"flag": bool, "value": str}.get(self.kind, list[str])
         about: Any
         if self.positional:
             about = typer.Argument(metavar=self.metavar, help=self.help, show_default=False)
@@ -85,6 +88,8 @@ def values_of(parameters: list[Parameter], given: dict[str, Any]) -> dict[str, A
             continue
         if parameter.kind == "mapping":
             value = _mapping(parameter.option, value)
+        elif parameter.kind == "enumeration":
+            value = [part.strip() for word in value for part in word.split(",")]
         *groups, leaf = parameter.path
         place = values
         for group in groups:
@@ -106,11 +111,11 @@ def _bare(annotation: Any) -> Any:
     return annotation
 
 
-def _kind(kind: Any) -> Literal["flag", "list", "mapping", "value"]:
+def _kind(kind: Any) -> Literal["flag", "list", "enumeration", "mapping", "value"]:
     if kind is bool:
         return "flag"
     if get_origin(kind) in (list, tuple):
-        return "list"
+        return "list" if _bare(get_args(kind)[0]) in (str, Any) else "enumeration"
     return "mapping" if get_origin(kind) is dict else "value"
 
 
@@ -128,11 +133,12 @@ def _metavar(kind: Any, name: str, positional: bool) -> str:
 
 
 def _help(field: FieldInfo, kind: Any) -> str:
-    notes = []
-    if get_origin(kind) in (list, tuple):
-        notes.append("repeat for several")
-    elif get_origin(kind) is dict:
-        notes.append("repeat for several, or one JSON object")
+    several = {
+        "list": ["repeat for several"],
+        "enumeration": ["repeat for several, or join them by commas"],
+        "mapping": ["repeat for several, or one JSON object"],
+    }
+    notes = several.get(_kind(kind), [])
     default = field.get_default(call_default_factory=True)
     if default not in (None, "", [], {}) and kind is not bool:
         shown = " ".join(map(str, default)) if isinstance(default, list | tuple) else default
