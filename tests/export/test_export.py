@@ -227,6 +227,7 @@ def test_another_target_is_refused(target, tmp_path):
         ({"server": []}, "server"),
         ({"server": ["tensorrt"]}, "server"),
         ({"server_version": {"vllm": 0.2}}, "write three, such as"),
+        ({"server_version": {"sglang": "0.5.5"}}, "sglang is not among `server`"),
     ],
     ids=str,
 )

@@ -367,6 +367,12 @@ class ExportOptions(StageOptions, TargetOptions):
                 )
         return value
 
+    @model_validator(mode="after")
+    def _of_written_forms(self) -> Self:
+        if others := sorted(set(self.server_version) - set(self.server)):
+            raise ValueError(f"server_version: {', '.join(others)} is not among `server`")
+        return self
+
 
 class ReportOptions(StageOptions):
     """`report`: one self-contained HTML page about a run."""
