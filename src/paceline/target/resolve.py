@@ -1,20 +1,12 @@
 """From what the user names a target by to a local folder that transformers and vLLM load."""
 
 import importlib.util
-import json
-import os
-import shutil
-import tempfile
 from pathlib import Path
-from typing import Any
 
-from paceline import fingerprint
-from paceline.cache import cache_folder
 from paceline.errors import TargetError
+from paceline.target.convert_gguf import dequantised
 
 _PACKAGE_PREFIX = "pkg:"
-# A name that no model folder of others has.
-_SOURCE_FILE = "paceline-source.json"
 
 
 def resolve(reference: str, revision: str | None = None, with_weights: bool = True) -> Path:
@@ -32,7 +24,7 @@ def resolve(reference: str, revision: str | None = None, with_weights: bool = Tr
     else:
         path = Path(reference).expanduser()
     if path.is_file() and path.suffix == ".gguf":
-        return _dequantised(path)
+        return dequantised(path)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise TargetError(f"{path} has no config.json: it is not a Hugging Face model folder")
@@ -54,13 +46,6 @@ def resolve_draft(reference: str) -> Path:
 def _may_be_hub_id(reference: str) -> bool:
     is_path = reference.startswith((_PACKAGE_PREFIX, ".", "/", "~"))
     return not is_path and reference.count("/") == 1
-
-
-def converted_from(folder: Path) -> str | None:
-    """Fingerprint of the GGUF file that a folder was made of; None for any other folder. What a
-    conversion writes differs between versions of transformers, the file does not."""
-    path = folder / _SOURCE_FILE
-    return json.loads(path.read_text())["fingerprint"] if path.is_file() else None
 
 
 def _inside_package(reference: str) -> Path:
@@ -90,71 +75,3 @@ def _from_hub(
         raise TargetError(
             f"{what} {model_id!r} is no local folder and could not be fetched from the Hub: {error}"
         ) from error
-
-
-def _dequantised(path: Path) -> Path:
-    """The GGUF file as a plain Hugging Face folder in the cache, made once, atomically."""
-    source = fingerprint.of_file(path)
-    folder = cache_folder() / "converted" / f"{path.stem}-{source}"
-    if folder.is_dir():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=".converting-", dir=folder.parent))
-    try:
-        _convert_gguf(path, aside)
-        described = {"file": path.name, "fingerprint": source}
-        (aside / _SOURCE_FILE).write_text(json.dumps(described, indent=1))
-        aside.chmod(0o755)
-        os.replace(aside, folder)
-    except OSError:
-        # Two runs may convert at once: the first rename wins, the folders are equal.
-        if not folder.is_dir():
-            raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    return folder
-
-
-def _convert_gguf(path: Path, folder: Path) -> None:
-    import torch
-    import transformers
-
-    options: dict[str, Any] = {}
-    if hasattr(transformers, "GgufConfig"):
-        # transformers 5 keeps GGUF weights quantised unless it is told not to.
-        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.float32, **options
-        )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    except ImportError as error:
-        raise TargetError(
-            f"{path} needs the packages gguf and accelerate: install paceline[gguf] ({error})"
-        ) from error
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    _make_portable(folder)
-
-
-def _make_portable(folder: Path) -> None:
-    """Let transformers 4 (vLLM 0.16's) read what transformers 5 saved.
-
-    It ignores `rope_parameters` without a word (wrong positions, plausible text), and does not
-    know transformers 5's tokenizer class.
-    """
-    config_path = folder / "config.json"
-    config = json.loads(config_path.read_text())
-    config.pop("quantization_config", None)
-    rope = config.get("rope_parameters")
-    if rope and "rope_theta" in rope:
-        config["rope_theta"] = rope["rope_theta"]
-        if rope.get("rope_type", "default") != "default":
-            config["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
-    if config.get("dtype"):
-        config["torch_dtype"] = config["dtype"]
-    config_path.write_text(json.dumps(config, indent=1))
-    tokenizer_path = folder / "tokenizer_config.json"
-    tokenizer = json.loads(tokenizer_path.read_text())
-    tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"
-    tokenizer_path.write_text(json.dumps(tokenizer, indent=1, ensure_ascii=False))

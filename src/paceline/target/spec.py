@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 
 from paceline.errors import FingerprintMismatch, TargetError
 from paceline.recipe import TargetOptions
+from paceline.target.convert_gguf import converted_from
 from paceline.target.identity import ids_in, read_json, text_fingerprints_of
-from paceline.target.resolve import converted_from, resolve
+from paceline.target.resolve import resolve
 from paceline.target.weights import Weights
 
 
