@@ -21,7 +21,7 @@ class _WithGains(torch.autograd.Function):
     def forward(ctx, num_gains, *tensors):
         gains, weights = tensors[:num_gains], tensors[num_gains:]
         joint = torch.cat(weights)
-        ctx.sizes, ctx.num_gains = [len(w) for w in weights], num_gains
+        ctx.sizes = [len(w) for w in weights]
         ctx.save_for_backward(joint, *gains)
         blocks = joint.split([len(gain) for gain in gains], 1)
         return tuple(block * gain for block, gain in zip(blocks, gains, strict=True))

@@ -49,7 +49,6 @@ class DraftShape:
     trained: int
     frozen: int
     own_bytes: int
-    num_tensors: int
     embedding: int
     matrices: int
 
@@ -75,7 +74,6 @@ def draft_shape(config: DraftConfig, train_head: bool) -> DraftShape:
         trained=trained,
         frozen=sum(sizes.values()) - shared - trained,
         own_bytes=sum(t.numel() * t.itemsize for t in own.values()),
-        num_tensors=len(own),
         embedding=shared,
         matrices=matrices,
     )
