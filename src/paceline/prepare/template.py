@@ -162,7 +162,7 @@ class ChatTemplate:
         """Try what the template prints; the first form that it prints whole is taken."""
         form = MessageForm()
         for content in ("string", "parts"):
-            if SENTINEL in self._try(replace(form, content=content), _dialogue()):
+            if SENTINEL in self._try(replace(form, content=content), [_user(SENTINEL)]):
                 form = replace(form, content=content)
                 break
         developer = [{"role": "developer", "content": SENTINEL}, _user("u")]
@@ -257,7 +257,3 @@ def _user(text: str) -> Message:
 def _call(arguments: dict[str, str]) -> dict[str, Any]:
     function = {"name": "f", "arguments": arguments}
     return {"type": "function", "id": "call00000", "function": function}
-
-
-def _dialogue() -> list[Message]:
-    return [_user(SENTINEL)]
