@@ -14,8 +14,11 @@ from paceline.errors import FingerprintMismatch, UsageError
 from paceline.report.charts import METHOD_NAMES, Figure, acceptance_figures, loss_figure
 from paceline.report.gather import RunRecord
 from paceline.report.sections import (
+    Cell,
+    Rows,
     Table,
     Tile,
+    finished_text,
     headline_length,
     interval_text,
     length_text,
@@ -212,7 +215,7 @@ def _verdict(
 
 
 def _acceptance(measured: dict[str, dict[str, Any]], lengths: list[str]) -> Table:
-    rows: list[list[str | tuple[str, str]]] = []
+    rows: Rows = []
     for name, found in measured.items():
         pooled = [found["results"][k]["pooled"] for k in lengths]
         rows.append([name, *((length_text(p), interval_text(p)) for p in pooled)])
@@ -229,13 +232,13 @@ def _difference_table(
 ) -> Table | None:
     if not any(found for by_length in paired.values() for found in by_length.values()):
         return None
-    rows: list[list[str | tuple[str, str]]] = [
+    rows: Rows = [
         [name, *(_difference(by_length[k]) for k in lengths)] for name, by_length in paired.items()
     ]
     return Table(["difference", *(f"K = {k}" for k in lengths)], rows)
 
 
-def _difference(found: tuple[float, float, float] | None) -> str | tuple[str, str]:
+def _difference(found: tuple[float, float, float] | None) -> Cell:
     if found is None:
         return "n/a"
     return f"{found[0]:+.3f}", f"{found[1]:+.3f} to {found[2]:+.3f}"
@@ -245,7 +248,7 @@ def _drafts(names: list[str], records: Sequence[RunRecord]) -> Table:
     """Options and inputs in which the runs differ, one a row."""
     told = [_told(record) for record in records]
     keys = list(dict.fromkeys(key for values in told for key in values))
-    rows: list[list[str | tuple[str, str]]] = [
+    rows: Rows = [
         [key, *(values.get(key, "none") for values in told)]
         for key in keys
         if len({values.get(key) for values in told}) > 1
@@ -280,11 +283,11 @@ def _training(names: list[str], records: Sequence[RunRecord]) -> list[Figure]:
 
 
 def _provenance(names: list[str], records: Sequence[RunRecord]) -> Table:
-    rows: list[list[str | tuple[str, str]]] = [
+    rows: Rows = [
         [
             f"{stage} of {name}",
             found.manifest.fingerprint or "",
-            (found.manifest.finished or "").replace("T", " ").removesuffix("+00:00"),
+            finished_text(found.manifest),
             found.manifest.versions.get("paceline", "unknown"),
         ]
         for name, record in zip(names, records, strict=True)

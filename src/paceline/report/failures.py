@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from paceline.report.sections import Table
+from paceline.report.sections import Rows, Table
 
 _ROWS = 12
 # Whitespace and line ends must be seen: they are what many of these tokens are made of.
@@ -48,7 +48,7 @@ def _about(told: dict[str, Any]) -> str:
 def _tokens(entries: list[dict[str, Any]], name: str) -> Table | None:
     if not entries:
         return None
-    rows: list[list[str | tuple[str, str]]] = []
+    rows: Rows = []
     for entry in entries[:_ROWS]:
         word = shown(entry["text"], entry["id"])
         note = "" if entry.get("reachable", True) else "outside the draft vocabulary"

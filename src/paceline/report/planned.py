@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.report.gather import RunRecord
-from paceline.report.sections import Table
+from paceline.report.sections import Cell, Rows, Table
 from paceline.units import duration_text, size_text
 
 
@@ -15,7 +15,7 @@ def planned(run: RunRecord) -> dict[str, Any] | None:
     stages = {name: entry for name, entry in run.plan["stages"].items() if name in run.stages}
     if not stages:
         return None
-    rows: list[list[str | tuple[str, str]]] = [
+    rows: Rows = [
         [
             name,
             _cell(entry["bytes"], run.sizes[name].num_bytes, size_text),
@@ -33,7 +33,7 @@ def planned(run: RunRecord) -> dict[str, Any] | None:
     return {"about": about, "table": Table(["stage", "bytes", "files", "time"], rows)}
 
 
-def _totals(run: RunRecord, stages: dict[str, Any]) -> list[str | tuple[str, str]]:
+def _totals(run: RunRecord, stages: dict[str, Any]) -> list[Cell]:
     timed = [n for n, entry in stages.items() if entry["seconds"] is not None and n in run.seconds]
     total = lambda key, names: sum(stages[name][key] for name in names)
     taken = sum(run.seconds[name] for name in timed) if timed else None
@@ -44,9 +44,7 @@ def _totals(run: RunRecord, stages: dict[str, Any]) -> list[str | tuple[str, str
     ]
 
 
-def _cell(
-    told: float | None, found: float | None, write: Callable[[float], str]
-) -> str | tuple[str, str]:
+def _cell(told: float | None, found: float | None, write: Callable[[float], str]) -> Cell:
     """What came, and under it what was planned."""
     text = "not kept" if found is None else write(found)
     if not told:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+from paceline.artefact import Manifest
 from paceline.report.charts import METHOD_NAMES, methods_of
 from paceline.report.gather import RunRecord
 from paceline.runlog import throughput
@@ -37,13 +38,17 @@ class Check:
     ok: bool | None
 
 
+# A cell is a text, or a text and a small one under it.
+Cell = str | tuple[str, str]
+Rows = list[list[Cell]]
+
+
 @dataclass(frozen=True)
 class Table:
-    """columns and rows of text; a cell may be (text, small text under it). A table whose first
-    column alone is text has its numbers flush right."""
+    """numeric: the first column alone is text; the others are numbers, flush right."""
 
     columns: list[str]
-    rows: list[list[str | tuple[str, str]]]
+    rows: Rows
     numeric: bool = True
 
 
@@ -112,7 +117,7 @@ def measured_on(measured: dict[str, Any]) -> str:
 
 def acceptance_table(measured: dict[str, Any]) -> Table:
     lengths = sorted(measured["results"], key=int)
-    rows: list[list[str | tuple[str, str]]] = []
+    rows: Rows = []
     for name, tables in methods_of(measured).items():
         pooled = [tables[k]["pooled"] for k in lengths]
         rows.append([name, *((length_text(p), interval_text(p)) for p in pooled)])
@@ -131,7 +136,7 @@ def source_table(measured: dict[str, Any]) -> Table | None:
     if len(sources) < 2:
         return None
     by_size = sorted(sources, key=lambda s: -sources[s]["conversations"])
-    rows: list[list[str | tuple[str, str]]] = [
+    rows: Rows = [
         [
             f"{i}. {name}",
             *(
@@ -148,7 +153,7 @@ def source_table(measured: dict[str, Any]) -> Table | None:
 def data_table(prepared: dict[str, Any]) -> Table:
     groups = [(f"split {name}", amounts) for name, amounts in prepared["splits"].items()]
     groups += [(f"source {name}", amounts) for name, amounts in prepared["sources"].items()]
-    rows: list[list[str | tuple[str, str]]] = [
+    rows: Rows = [
         [name, *(f"{amounts[key]:,}" for key in ("samples", "tokens", "supervised"))]
         for name, amounts in groups
     ]
@@ -249,7 +254,7 @@ def probe_table(run: RunRecord) -> Table | None:
     if not extracted or not probe or not probe["errors"]:
         return None
     last = f"k={extracted['store']['last_layer']}"
-    rows: list[list[str | tuple[str, str]]] = [
+    rows: Rows = [
         [
             f"{layer} (last)" if layer == last else layer,
             *(f"{found[name]:.1e}" for name in ("median", "p99", "max")),
@@ -261,12 +266,12 @@ def probe_table(run: RunRecord) -> Table | None:
 
 def stage_table(run: RunRecord) -> Table:
     """Provenance: each stage's folder, fingerprint and time."""
-    rows: list[list[str | tuple[str, str]]] = [
+    rows: Rows = [
         [
             name,
             record.name,
             record.manifest.fingerprint or "",
-            (record.manifest.finished or "").replace("T", " ").removesuffix("+00:00"),
+            finished_text(record.manifest),
             duration_text(run.seconds[name]) if name in run.seconds else "not kept",
         ]
         for name, record in run.stages.items()
@@ -277,7 +282,7 @@ def stage_table(run: RunRecord) -> Table:
 def input_table(run: RunRecord) -> Table:
     """Provenance: what came from outside the run (data, target), with its fingerprints."""
     made_here = {record.manifest.fingerprint for record in run.stages.values()}
-    rows: list[list[str | tuple[str, str]]] = []
+    rows: Rows = []
     seen: set[str] = set()
     for name, record in run.stages.items():
         for kind, entry in record.manifest.inputs.items():
@@ -364,6 +369,11 @@ def vocabulary_facts(aligned: dict[str, Any]) -> list[tuple[str, str]]:
         ("out of reach", f"{100 * aligned['lost_share']:.2f}% of the supervised training tokens"),
         ("fillers, never seen supervised", f"{aligned['num_filler']:,}"),
     ]
+
+
+def finished_text(manifest: Manifest) -> str:
+    """When a stage was finished, in UTC; empty for one that is not."""
+    return (manifest.finished or "").replace("T", " ").removesuffix("+00:00")
 
 
 def length_text(pooled: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from paceline.report.sections import Table
+from paceline.report.sections import Rows, Table
 
 
 def speed(measured: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -21,7 +21,7 @@ def speed(measured: dict[str, Any] | None) -> dict[str, Any] | None:
 def _measured(ran: dict[str, Any]) -> Table:
     lengths = sorted(ran, key=int)
     sizes = sorted({size for by_size in ran.values() for size in by_size}, key=int)
-    rows: list[list[str | tuple[str, str]]] = []
+    rows: Rows = []
     for size in sizes:
         found = [ran[k][size] for k in lengths]
         plain = found[0]["plain_tokens_per_s"]
@@ -37,7 +37,7 @@ def _measured(ran: dict[str, Any]) -> Table:
 
 def _predicted(foretold: dict[str, Any]) -> Table:
     lengths = sorted(foretold["acceptance_lengths"], key=int)
-    rows: list[list[str | tuple[str, str]]] = [
+    rows: Rows = [
         [
             f"{entry['batch_size']:,}",
             f"{entry['context']:,}",
