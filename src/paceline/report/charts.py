@@ -122,7 +122,7 @@ def training_figures(log: TrainingLog) -> list[Figure]:
         _loss_figure(log, heldout),
         _overlap_figure(log, heldout),
         *_heldout_acceptance(heldout),
-        _curve_figure(log, "Gradient norm", lambda r: r["grad_norm"], lambda v: f"{v:.4g}", 0.0),
+        _gradient_figure(log),
     ]
 
 
@@ -207,15 +207,10 @@ def _heldout_acceptance(heldout: list[tuple[int, dict[str, Any]]]) -> list[Figur
     return [Figure(title, line_figure(title, series, x, y), "tokens per verify step, server-free")]
 
 
-def _curve_figure(
-    log: TrainingLog,
-    title: str,
-    value_of: Callable[[dict[str, Any]], float],
-    write: Callable[[float], str],
-    floor: float | None,
-) -> Figure:
-    points = _thinned([(r["step"] + 1, value_of(r)) for r in log.train])
-    return _steps_figure(title, [Series(title, points, 0, markers=False)], write, floor, "")
+def _gradient_figure(log: TrainingLog) -> Figure:
+    norms = _thinned([(r["step"] + 1, r["grad_norm"]) for r in log.train])
+    series = [Series("Gradient norm", norms, 0, markers=False)]
+    return _steps_figure("Gradient norm", series, lambda v: f"{v:.4g}", 0.0, "")
 
 
 def _steps_figure(
