@@ -97,8 +97,12 @@ def _text_config(target: Target) -> Config:
     try:
         return target.text_config
     except (TargetError, ImportError):
-        values = json.loads((target.folder / "config.json").read_text())
+        values = _config_json(target)
         return _Json(values.get("text_config", values))
+
+
+def _config_json(target: Target) -> dict[str, Any]:
+    return json.loads((target.folder / "config.json").read_text())
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,7 @@ def _weight_bytes(target: Target, plain: int, experts: int, dtype: str) -> int:
     if found := target.weights.total_bytes:
         return found
     item = getattr(torch, dtype).itemsize
-    bits = _quantised_bits(json.loads((target.folder / "config.json").read_text()))
+    bits = _quantised_bits(_config_json(target))
     if bits is None:
         return (plain + experts) * item
     # Quantised mixtures keep all but their routed experts as they were; a scale per 32 weights.
@@ -176,7 +180,7 @@ def _quantised_bits(config: dict[str, Any]) -> int | None:
 
 
 def _dtype(target: Target, text_values: dict[str, Any]) -> str:
-    whole = json.loads((target.folder / "config.json").read_text())
+    whole = _config_json(target)
     for place in (whole, text_values):
         for key in ("dtype", "torch_dtype"):
             if place.get(key):
