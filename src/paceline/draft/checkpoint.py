@@ -12,14 +12,13 @@ from safetensors.torch import load_file, save
 
 from paceline.artefact import write_atomically, write_json
 from paceline.draft.config import DraftConfig
-from paceline.draft.model import Draft
+from paceline.draft.model import EMBEDDING_NAME, Draft
 from paceline.errors import TrainingError
 from paceline.target.model import load_embedding
 from paceline.target.spec import Target
 
 CONFIG_FILE = "draft.json"
 WEIGHTS_FILE = "draft.safetensors"
-_EMBEDDING = "embed_tokens.weight"
 
 
 def draft_tensors(draft: Draft) -> dict[str, torch.Tensor]:
@@ -31,7 +30,7 @@ def own_state(draft: Draft) -> dict[str, torch.Tensor]:
     """The draft's own tensors as they are, without a shared embedding; they share its memory."""
     state = {name: tensor.detach() for name, tensor in draft.state_dict().items()}
     if draft.config.shares_embedding:
-        del state[_EMBEDDING]
+        del state[EMBEDDING_NAME]
     return state
 
 
@@ -71,7 +70,7 @@ def load_draft(folder: Path, target: Target, dtype: torch.dtype = torch.float32)
     except (SafetensorError, OSError) as error:
         raise _damaged(path, error) from error
     if config.shares_embedding:
-        tensors[_EMBEDDING] = load_embedding(target, dtype)
+        tensors[EMBEDDING_NAME] = load_embedding(target, dtype)
     return build_draft(config, tensors, dtype, str(folder))
 
 

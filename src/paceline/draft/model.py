@@ -50,6 +50,7 @@ class MLP(nn.Module):
         self.hidden_act = config.hidden_act
 
 
+EMBEDDING_NAME = "embed_tokens.weight"
 # Names inside a layer that llama-style targets, drafts and servers' checkpoints share.
 LLAMA_LAYER_NAMES = (
     "self_attn.q_proj.weight",

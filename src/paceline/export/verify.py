@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paceline.draft.config import DraftConfig
-from paceline.draft.model import Draft
+from paceline.draft.model import EMBEDDING_NAME, Draft
 from paceline.draft.unroll import Unroll
 from paceline.errors import ExportError
 from paceline.forms.config_json import Serving, form_of, write_config
@@ -22,7 +22,6 @@ from paceline.target.spec import Target
 REPLAY_STEPS = 3
 _REPLAY_ROWS = 24
 _SEED = 20261129
-_EMBEDDING = "embed_tokens.weight"
 
 # Most that rounding the weights may move the logits of a row, as a share of their norm.
 _BOUNDS: dict[torch.dtype, float] = {torch.float32: 0.0, torch.float16: 0.02, torch.bfloat16: 0.1}
@@ -127,7 +126,7 @@ def _config_differences(
 ) -> list[str]:
     """Fields that are not what paceline would write for this draft."""
     dtype = str(_dtype_of(found)).removeprefix("torch.")
-    serving = Serving(dtype, copies_embedding=_EMBEDDING in found)
+    serving = Serving(dtype, copies_embedding=EMBEDDING_NAME in found)
     wanted = write_config(served_config(config), form, target.num_layers, serving)
     wanted = {key: value for key, value in wanted.items() if key not in _OF_THE_PLACE}
     return _differences(json.loads(json.dumps(wanted)), values, "config.json: ")
@@ -163,7 +162,7 @@ def _tensor_differences(
     draft: Draft,
     target: Target,
 ) -> list[str]:
-    wanted = form_tensors(draft, form, dtype, target, copy_embedding=_EMBEDDING in found)
+    wanted = form_tensors(draft, form, dtype, target, copy_embedding=EMBEDDING_NAME in found)
     missing, unexpected = sorted(wanted.keys() - found), sorted(found.keys() - wanted)
     lines = [f"{name} is missing" for name in missing]
     lines += [f"{name} should not be there" for name in unexpected]

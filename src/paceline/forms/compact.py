@@ -21,7 +21,7 @@ from paceline import fingerprint
 from paceline.artefact import Manifest, write_atomically, write_json
 from paceline.draft.checkpoint import build_draft, draft_tensors
 from paceline.draft.config import DraftConfig
-from paceline.draft.model import Draft
+from paceline.draft.model import EMBEDDING_NAME, Draft
 from paceline.errors import ExportError, TrainingError, VocabularyError
 from paceline.target.model import TeacherHead, load_embedding
 from paceline.target.spec import Target
@@ -29,7 +29,7 @@ from paceline.vocab import DraftVocabulary
 
 COMPACT_FILE, COMPACT_WEIGHTS_FILE = "compact.json", "compact.safetensors"
 _SCHEMA = 1
-_HEAD, _EMBEDDING, _SCALE = "lm_head.weight", "embed_tokens.weight", ".scale"
+_HEAD, _SCALE = "lm_head.weight", ".scale"
 _LARGEST = 127
 
 
@@ -129,7 +129,7 @@ def load_compact(folder: Path, target: Target, dtype: torch.dtype) -> Draft:
         if values["head"] == "target":
             tensors[_HEAD] = _head_rows(target, tensors["d2t"].numpy())
         if config.shares_embedding:
-            tensors[_EMBEDDING] = load_embedding(target, torch.float32)
+            tensors[EMBEDDING_NAME] = load_embedding(target, torch.float32)
         return build_draft(config, tensors, dtype, "its tensors")
     except (ExportError, TrainingError, VocabularyError, SafetensorError, TypeError) as error:
         raise ExportError(f"{path}: {error}") from error

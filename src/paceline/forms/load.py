@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from paceline.draft.checkpoint import build_draft
 from paceline.draft.config import DraftConfig
-from paceline.draft.model import Draft
+from paceline.draft.model import EMBEDDING_NAME, Draft
 from paceline.errors import (
     ExportError,
     LayerError,
@@ -31,7 +31,6 @@ from paceline.target.spec import Target
 from paceline.vocab import DraftVocabulary
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
-_EMBEDDING = "embed_tokens.weight"
 
 Tensors = dict[str, torch.Tensor]
 
@@ -51,9 +50,9 @@ def load_exported(
     config = _config(folder, values, form, target)
     with _naming(folder):
         tensors = _own_names(read_tensors(folder), config, form or VLLM)
-        _check_embedding_mark(values, _EMBEDDING in tensors)
+        _check_embedding_mark(values, EMBEDDING_NAME in tensors)
         tensors |= _vocabulary(tensors, config)
-        tensors[_EMBEDDING] = _embedding(tensors.get(_EMBEDDING), config, target, dtype)
+        tensors[EMBEDDING_NAME] = _embedding(tensors.get(EMBEDDING_NAME), config, target, dtype)
         return build_draft(config, tensors, dtype, "its tensors")
 
 
@@ -159,7 +158,7 @@ def _optional(config: DraftConfig) -> set[str]:
     if config.draft_vocab_size == config.vocab_size:
         optional.add("d2t")
     if config.shares_embedding:
-        optional.add(_EMBEDDING)
+        optional.add(EMBEDDING_NAME)
     return optional
 
 

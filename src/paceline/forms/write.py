@@ -10,14 +10,12 @@ from safetensors.torch import save
 from paceline.artefact import write_atomically, write_json
 from paceline.draft.checkpoint import draft_tensors
 from paceline.draft.config import DraftConfig
-from paceline.draft.model import Draft
+from paceline.draft.model import EMBEDDING_NAME, Draft
 from paceline.forms.config_json import Serving, write_config
 from paceline.forms.load import CONFIG_FILE, WEIGHTS_FILE, Tensors
 from paceline.forms.names import to_form
 from paceline.target.model import load_embedding
 from paceline.target.spec import Target
-
-_EMBEDDING = "embed_tokens.weight"
 
 
 def served_config(config: DraftConfig) -> DraftConfig:
@@ -52,7 +50,7 @@ def form_tensors(
     embedding, bit for bit (a server that runs its pipeline over several GPUs cannot share it)."""
     tensors = served_tensors(draft, dtype)
     if copy_embedding and draft.config.shares_embedding:
-        tensors[_EMBEDDING] = load_embedding(target, dtype)
+        tensors[EMBEDDING_NAME] = load_embedding(target, dtype)
     return {to_form(name, form): tensor for name, tensor in tensors.items()}
 
 

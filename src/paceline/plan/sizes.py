@@ -10,7 +10,7 @@ import torch
 from paceline.contracts import LayerPlan
 from paceline.dataset import write_part
 from paceline.draft.config import DraftConfig
-from paceline.draft.model import Draft
+from paceline.draft.model import EMBEDDING_NAME, Draft
 from paceline.plan.data import DataSample
 from paceline.plan.shape import TargetShape
 from paceline.prepare.answering import PART_ROWS as ANSWERS_PER_PART
@@ -65,8 +65,8 @@ def draft_shape(config: DraftConfig, train_head: bool) -> DraftShape:
         draft = Draft(config)
     draft.lm_head.requires_grad_(train_head)
     sizes = {name: parameter.numel() for name, parameter in draft.named_parameters()}
-    shared = sizes["embed_tokens.weight"] if config.shares_embedding else 0
-    own = {n: t for n, t in draft.state_dict().items() if n != "embed_tokens.weight" or not shared}
+    shared = sizes[EMBEDDING_NAME] if config.shares_embedding else 0
+    own = {n: t for n, t in draft.state_dict().items() if n != EMBEDDING_NAME or not shared}
     matrices = sum(n for name, n in sizes.items() if name.startswith(("fc.", "layers.")))
     trained = sum(p.numel() for p in draft.parameters() if p.requires_grad)
     return DraftShape(

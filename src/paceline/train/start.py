@@ -16,7 +16,7 @@ from paceline.artefact import refuse_own_inputs
 from paceline.device import choose_device
 from paceline.draft.config import DraftConfig
 from paceline.draft.from_target import Config, draft_config
-from paceline.draft.model import LLAMA_LAYER_NAMES, Draft, DraftLayer
+from paceline.draft.model import EMBEDDING_NAME, LLAMA_LAYER_NAMES, Draft, DraftLayer
 from paceline.errors import FingerprintMismatch, TrainingError
 from paceline.forms.source import DraftSource, open_draft
 from paceline.recipe import TrainOptions
@@ -132,7 +132,7 @@ def _random_draft(config: DraftConfig, aux_rms: torch.Tensor, seed: int) -> Draf
     draft = Draft(config)
     generator = torch.Generator().manual_seed(seed)
     for name, weight in draft.named_parameters():
-        is_targets = config.shares_embedding and name == "embed_tokens.weight"
+        is_targets = config.shares_embedding and name == EMBEDDING_NAME
         if weight.ndim > 1 and not is_targets:
             nn.init.normal_(weight, std=_RANDOM_STD, generator=generator)
     if config.aux_norm == "static":
