@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from paceline.device import dtype_name
 from paceline.draft.config import DraftConfig
 from paceline.draft.model import EMBEDDING_NAME, Draft
 from paceline.draft.unroll import Unroll
@@ -64,7 +65,7 @@ def verify_exported(folder: str | Path, target: Target, draft: Draft) -> dict[st
         )
     return {
         "form": form,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "tensors": len(found),
         "replay": {"steps": REPLAY_STEPS, "relative_error": error, "bound": bound},
     }
@@ -125,7 +126,7 @@ def _config_differences(
     target: Target,
 ) -> list[str]:
     """Fields that are not what paceline would write for this draft."""
-    dtype = str(_dtype_of(found)).removeprefix("torch.")
+    dtype = dtype_name(_dtype_of(found))
     serving = Serving(dtype, copies_embedding=EMBEDDING_NAME in found)
     wanted = write_config(served_config(config), form, target.num_layers, serving)
     wanted = {key: value for key, value in wanted.items() if key not in _OF_THE_PLACE}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.device import dtype_name
 from paceline.errors import EngineError
 from paceline.extract.sink import Sink
 from paceline.extract.vllm import wire
@@ -66,7 +67,7 @@ class PacelineTap(Extension):
             "max_num_batched_tokens": int(scheduler.max_num_batched_tokens),
             "max_num_seqs": int(scheduler.max_num_seqs),
             "max_model_len": int(config.model_config.max_model_len),
-            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "dtype": dtype_name(config.model_config.dtype),
             "architecture": type(self.model_runner.get_model()).__name__,
             "device": str(self.model_runner.device),
             "tensor_parallel": ranks.num_tensor,
