@@ -35,6 +35,14 @@ class DraftVocabulary:
         t2d[selected] = True
         return cls(selected - np.arange(len(selected)), t2d)
 
+    @classmethod
+    def from_offsets(cls, d2t: np.ndarray, vocab_size: int) -> "DraftVocabulary":
+        """With the t2d that a stored d2t asks for; ids that are no target's are left to `check`."""
+        targets = np.arange(len(d2t)) + d2t
+        t2d = np.zeros(vocab_size, bool)
+        t2d[targets[(targets >= 0) & (targets < vocab_size)]] = True
+        return cls(d2t, t2d)
+
     def check(self) -> None:
         """Raises VocabularyError unless both maps say the same: a file of absolute ids does not."""
         targets = self.selected

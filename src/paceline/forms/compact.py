@@ -164,10 +164,7 @@ def _vocabulary(
     if "d2t" not in tensors:
         raise ExportError("there is no d2t")
     offsets = tensors["d2t"].numpy().astype(np.int64)
-    marked = np.zeros(config.vocab_size, bool)
-    targets = np.arange(len(offsets)) + offsets
-    marked[targets[(targets >= 0) & (targets < config.vocab_size)]] = True
-    vocabulary = DraftVocabulary(offsets, marked)
+    vocabulary = DraftVocabulary.from_offsets(offsets, config.vocab_size)
     vocabulary.check()
     return {"d2t": torch.from_numpy(vocabulary.d2t), "t2d": torch.from_numpy(vocabulary.t2d)}
 

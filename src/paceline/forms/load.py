@@ -201,15 +201,12 @@ def _vocabulary(tensors: Tensors, config: DraftConfig) -> Tensors:
 
 
 def _from_offsets(offsets: np.ndarray, width: int) -> DraftVocabulary:
-    targets = np.arange(len(offsets)) + offsets
     if len(offsets) > 1 and np.all(np.diff(offsets) > 0):
         raise VocabularyError(
             "d2t ascends from entry to entry: it looks like absolute target ids, where it must "
             "hold offsets (target id = draft id + d2t[draft id]), and there is no t2d to settle it"
         )
-    marked = np.zeros(width, bool)
-    marked[targets[(targets >= 0) & (targets < width)]] = True
-    return DraftVocabulary(offsets, marked)
+    return DraftVocabulary.from_offsets(offsets, width)
 
 
 def _check_embedding_mark(values: dict[str, Any], present: bool) -> None:
