@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from paceline import fingerprint
 from paceline.artefact import Manifest, describe_input, load_finished, open_stage
 from paceline.contracts import TRAIN_SPLIT
 from paceline.errors import UsageError, VocabularyError
@@ -106,8 +105,7 @@ def run(options: AlignOptions) -> dict[str, Any]:
             return stage.result
         result, vocabulary = _align(options, supervised())
         vocabulary.save(stage.path)
-        content = fingerprint.of_bytes(vocabulary.d2t.tobytes() + vocabulary.t2d.tobytes())
-        return stage.finish(result, content)
+        return stage.finish(result, vocabulary.content())
 
 
 def _of_data(folder: Path, manifest: Manifest) -> Supervised:

@@ -19,7 +19,7 @@ from paceline.contracts import MANIFEST_NAME, TokenSample
 from paceline.dataset import list_parts, read_part
 from paceline.errors import StoreCorruption, TargetError, UsageError
 from paceline.exchange.export_store import content_of as content_of_files
-from paceline.forms.load import CONFIG_FILE, WEIGHTS_FILE
+from paceline.export.run import content_of as content_of_export
 from paceline.prepare.generate import list_answer_parts
 from paceline.prepare.summary import add_up
 from paceline.progress import progress_bar
@@ -120,17 +120,7 @@ def _verify_store(store: Store) -> None:
 
 
 def _align_content(folder: Path, _: Manifest) -> str:
-    vocabulary = load_vocabulary(folder)
-    return fingerprint.of_bytes(vocabulary.d2t.tobytes() + vocabulary.t2d.tobytes())
-
-
-def _export_content(folder: Path, manifest: Manifest) -> str:
-    return fingerprint.of_json(
-        {
-            form: fingerprint.of_files(folder / form / name for name in (CONFIG_FILE, WEIGHTS_FILE))
-            for form in manifest.options["server"]
-        }
-    )
+    return load_vocabulary(folder).content()
 
 
 def _result_content(folder: Path, _: Manifest) -> str:
@@ -147,7 +137,7 @@ _CONTENT: dict[str, Callable[[Path, Manifest], str | None]] = {
     "train": lambda folder, _: fingerprint.of_file(folder / "draft.safetensors"),
     "evaluate": _result_content,
     "codec-report": _result_content,
-    "export": _export_content,
+    "export": lambda folder, manifest: content_of_export(folder, manifest.options["server"]),
     "report": lambda folder, manifest: fingerprint.of_file(folder / manifest.result["page_file"]),
     "export-store": lambda folder, _: content_of_files(folder),
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from paceline import fingerprint
 from paceline.artefact import load_finished, write_atomically
 from paceline.errors import VocabularyError
 
@@ -58,6 +59,10 @@ class DraftVocabulary:
                 f"d2t and t2d do not agree: d2t names {len(targets)} ids, t2d marks "
                 f"{int(self.t2d.sum())}, {int(self.t2d[targets].sum())} of them in common"
             )
+
+    def content(self) -> str:
+        """The fingerprint of both maps."""
+        return fingerprint.of_bytes(self.d2t.tobytes() + self.t2d.tobytes())
 
     def save(self, folder: Path) -> None:
         buffer = io.BytesIO()

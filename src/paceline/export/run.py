@@ -75,7 +75,7 @@ def run(options: ExportOptions) -> dict[str, Any]:
             "compact": _keep(job) if options.compact else None,
         }
         result |= describe_side_files(stage.path, _side_files(options))
-        return stage.finish(result, content=_content(stage.path, options.server))
+        return stage.finish(result, content=content_of(stage.path, options.server))
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,8 @@ def _side_files(options: ExportOptions) -> list[Path]:
     return [*cards, *(compact if options.compact else [])]
 
 
-def _content(folder: Path, forms: list[str]) -> str:
+def content_of(folder: Path, forms: list[str]) -> str:
+    """The fingerprint of an exported folder's checkpoints."""
     names = (CONFIG_FILE, WEIGHTS_FILE)
     return fingerprint.of_json(
         {form: fingerprint.of_files(folder / form / name for name in names) for form in forms}
