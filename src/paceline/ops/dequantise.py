@@ -5,10 +5,10 @@ Legend: D target hidden width, G scales of a row; each scale serves D / G neighb
 """
 
 import functools
-import importlib
-from typing import Any
 
 import torch
+
+from paceline.ops.kernels import kernels, use_kernels
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -16,8 +16,8 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> 
 
     All three are contiguous and on one device; out is bfloat16, float16 or float32.
     """
-    if codes.is_cuda:
-        return _triton_kernels().dequantise_triton(codes, scales, out)
+    if use_kernels(codes):
+        return kernels("dequantise").dequantise_triton(codes, scales, out)
     return dequantise_torch(codes, scales, out)
 
 
@@ -41,9 +41,3 @@ def _e4m3_values() -> torch.Tensor:
     """The value of each byte, bfloat16 [256]."""
     codes = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn)
     return codes.to(torch.bfloat16)
-
-
-@functools.cache
-def _triton_kernels() -> Any:
-    # Triton comes with CUDA builds of torch only.
-    return importlib.import_module("paceline.ops.dequantise_triton")

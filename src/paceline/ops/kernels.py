@@ -1,7 +1,7 @@
 """The one place that chooses: a Triton kernel on CUDA, its plain-torch twin elsewhere.
 
-`norm`, `heads`, `swiglu`, `attention` and `distil` each hold a twin; `NAME_triton` beside it holds
-the kernels. Importing Triton is left to the first use: only CUDA builds of torch bring it.
+The twin is in the module that has the operation, the kernels are in `NAME_triton` beside it.
+Importing Triton is left to the first use: only CUDA builds of torch bring it.
 """
 
 import functools
