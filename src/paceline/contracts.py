@@ -93,7 +93,7 @@ class TokenSample:
 @dataclass(frozen=True)
 class LayerPlan:
     """The hidden-state indices k of a capture: k = 0 is the embedding output, k = n the output of
-    the last layer before the final norm (DESIGN 3). `last` is k = n."""
+    the last layer before the final norm (docs/concepts.md). `last` is k = n."""
 
     aux: tuple[int, ...]
     last: int
@@ -122,7 +122,7 @@ class SampleRecord:
 
 @dataclass
 class Accounting:
-    """samples in = stored + quarantined + skipped; DESIGN 4: nothing is lost in silence."""
+    """samples in = stored + quarantined + skipped: nothing is lost in silence."""
 
     num_in: int = 0
     num_done: int = 0

@@ -45,7 +45,7 @@ class Teacher:
 
 @dataclass
 class StepSums:
-    """Sums over the rows of each TTT step: float64-safe pieces for logs, [S] each, detached.
+    """Sums over the rows of each TTT step, for logs: [S] each, detached.
 
     rows: how many; loss: of the objective; kl: nats; agree: student and teacher have the same most
     likely token; overlap: sum of min(p, q), the chance that a sampled draft token is accepted.

@@ -1,7 +1,7 @@
 """The draft's steps over chosen rows: training-time test, server-free chains and real decoding.
 
 Step 0 needs keys and values of every row of a document, and all else only of the rows that are
-asked for; each later step works on a subset of the rows of the step before (DESIGN: draft step).
+asked for; each later step works on a subset of the rows of the step before (docs/concepts.md).
 Legend: T rows with auxiliary states, R rows of the current step, E draft width, G key heads, K head
 width, J steps after step 0.
 """

@@ -25,8 +25,8 @@ def model_card(
 ) -> str:
     """Markdown with the Hub's YAML head.
 
-    form: an entry of the stage's `forms`. trained: options, result and
-    inputs of `train`; None for a draft made elsewhere. evaluated: what `evaluate` returned.
+    form: an entry of the stage's `forms`. trained: options, result and inputs of `train`; None for
+    a draft made elsewhere. evaluated: what `evaluate` returned.
     """
     environment = jinja2.Environment(
         keep_trailing_newline=True, trim_blocks=False, undefined=jinja2.StrictUndefined

@@ -26,9 +26,8 @@ _COUNT_WITHOUT_TOKENIZER_JSON = ("added_tokens.json", "special_tokens_map.json")
 
 
 def text_fingerprints_of(folder: Path) -> dict[str, str]:
-    """`config`: config.json. `tokenizer`: which ids a text becomes and
-    which ids end a turn. The chat template is no part of it: `prepare` fingerprints the one that it
-    uses."""
+    """`config`: config.json. `tokenizer`: which ids a text becomes and which ids end a turn. The
+    chat template is no part of it: `prepare` fingerprints the one that it uses."""
     config = read_json(folder / "config.json")
     for key in ("transformers_version", "_name_or_path"):
         config.pop(key, None)
