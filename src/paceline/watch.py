@@ -81,12 +81,12 @@ def _extracted(folder: Path, manifest: Manifest) -> dict[str, Any]:
     planned = manifest.result.get("planned", {})
     reader = look(folder, READER)
     return {
-        "samples": sum(look.num_samples for look in (*shards, *gone)),
+        "samples": sum(seen.num_samples for seen in (*shards, *gone)),
         "planned_samples": sum(split["samples"] for split in planned.values()) or None,
-        "bytes": sum(look.num_bytes for look in shards),
+        "bytes": sum(seen.num_bytes for seen in shards),
         "shards": len(shards),
         "shards_removed": len(gone),
-        "samples_per_s": _rate([(look.published_s, look.num_samples) for look in shards]),
+        "samples_per_s": _rate([(seen.published_s, seen.num_samples) for seen in shards]),
         "waiting_for_room": num_waiting(folder),
         "reader": reader.state if reader else None,
     }
