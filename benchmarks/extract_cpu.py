@@ -20,13 +20,10 @@ import torch
 import paceline
 from paceline.artefact import open_stage
 from paceline.dataset import TokenDataset
+from paceline.extract.engine import num_needed_tokens
 from paceline.extract.guards import Guards
 from paceline.extract.sink import Destination
-from paceline.extract.transformers_engine import (
-    TransformersEngine,
-    length_buckets,
-    num_needed_tokens,
-)
+from paceline.extract.transformers_engine import TransformersEngine, length_buckets
 from paceline.recipe import ExtractOptions
 from paceline.store import StoreSpec
 from paceline.target.layers import plan_layers

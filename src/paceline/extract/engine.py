@@ -54,6 +54,11 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
+def num_needed_tokens(sample: TokenSample) -> int:
+    """Tokens that must run: none after the last supervised one is ever read."""
+    return sample.num_aux_rows + 1
+
+
 def open_engine(options: ExtractOptions, target: Target, dtype: str, scratch: Path) -> Engine:
     """The engine that the options name. scratch: a folder that the engine may use and that is
     removed afterwards."""

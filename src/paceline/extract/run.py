@@ -14,7 +14,7 @@ from paceline.contracts import Accounting, LayerPlan, TokenSample
 from paceline.dataset import TokenDataset
 from paceline.device import choose_device, choose_dtype, dtype_name
 from paceline.errors import DataError, DiskFullError, EngineError, UsageError
-from paceline.extract.engine import Engine, open_engine
+from paceline.extract.engine import Engine, num_needed_tokens, open_engine
 from paceline.extract.guards import Guards, unusable
 from paceline.extract.order import capture_order, kept_bytes, least_budget, shard_bytes_of
 from paceline.extract.quarantine import Quarantine
@@ -183,7 +183,7 @@ def _capture(
     quarantine: Quarantine,
 ) -> int:
     """Returns how many tokens ran."""
-    total = sum(s.num_aux_rows + 1 for s in destination.missing(samples))
+    total = sum(map(num_needed_tokens, destination.missing(samples)))
     quarantine.forget()
     with progress_bar("extract", total, "tok") as bar:
 

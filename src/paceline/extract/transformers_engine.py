@@ -17,7 +17,7 @@ import transformers
 
 from paceline.contracts import LayerPlan, TokenSample
 from paceline.device import choose_device
-from paceline.extract.engine import EngineInfo
+from paceline.extract.engine import EngineInfo, num_needed_tokens
 from paceline.extract.sink import Destination, Sink
 from paceline.recipe import ExtractOptions
 from paceline.target.model import cached, decoder_of, load_model
@@ -139,11 +139,6 @@ def open_engine(
     options: ExtractOptions, target: Target, dtype: str, scratch: Path
 ) -> TransformersEngine:
     return TransformersEngine(options, target, dtype)
-
-
-def num_needed_tokens(sample: TokenSample) -> int:
-    """Tokens that must run: none after the last supervised one is ever read."""
-    return sample.num_aux_rows + 1
 
 
 def length_buckets(

@@ -14,6 +14,7 @@ import numpy as np
 
 from paceline.contracts import HELDOUT_SPLIT, TRAIN_SPLIT, TokenSample
 from paceline.errors import DataError, TargetError, UsageError
+from paceline.extract.engine import num_needed_tokens
 from paceline.prepare.convert import Converter, PartRecord
 from paceline.prepare.prompts import answer_plan
 from paceline.prepare.reading import RawRow, find_files, read_rows
@@ -60,7 +61,7 @@ class DataSample:
     @property
     def num_forward_tokens(self) -> int:
         """Tokens that extraction runs: none after the last supervised one."""
-        return round(self.scale * sum(s.num_aux_rows + 1 for s in self.samples))
+        return round(self.scale * sum(map(num_needed_tokens, self.samples)))
 
     @property
     def mean_context(self) -> float:

@@ -8,8 +8,9 @@ import torch
 
 from paceline.contracts import TokenSample
 from paceline.errors import CaptureMismatch
+from paceline.extract.engine import num_needed_tokens
 from paceline.extract.guards import RowNorms
-from paceline.extract.vllm.batch import Segment, num_needed_tokens, prove
+from paceline.extract.vllm.batch import Segment, prove
 from paceline.extract.vllm.rows import HostRows, Pick
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from paceline.contracts import TokenSample
 from paceline.errors import CaptureMismatch
+from paceline.extract.engine import num_needed_tokens
 
 _REQUEST_PREFIX = "paceline-sample-"
 # vLLM appends "-" and random characters to the driver's id before a worker sees it.
@@ -27,11 +28,6 @@ def sample_number(worker_request_id: str) -> int | None:
     """The sample's number in a request id as a worker sees it; None: not a capture."""
     found = _REQUEST_PATTERN.fullmatch(worker_request_id)
     return int(found[1]) if found else None
-
-
-def num_needed_tokens(sample: TokenSample) -> int:
-    """Tokens that must run: none after the last supervised one is ever read."""
-    return sample.num_aux_rows + 1
 
 
 @dataclass(frozen=True)

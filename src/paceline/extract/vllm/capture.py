@@ -13,9 +13,10 @@ from typing import Any, Protocol
 
 from paceline.contracts import LayerPlan, TokenSample
 from paceline.errors import EngineError
+from paceline.extract.engine import num_needed_tokens
 from paceline.extract.sink import Destination, Sink
 from paceline.extract.vllm import wire
-from paceline.extract.vllm.batch import num_needed_tokens, request_id
+from paceline.extract.vllm.batch import request_id
 from paceline.extract.vllm.sinks import StageMerger, compare_digests
 from paceline.extract.vllm.wire import Message
 
