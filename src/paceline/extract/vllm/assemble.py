@@ -98,7 +98,7 @@ class Assembler:
         wanted: whether a sample (by number) is still asked for; the segments of others are passed
         over. Raises CaptureMismatch before anything is given: one wrong segment spoils the step.
         """
-        tokens, positions = _host(rows.tokens), _host(rows.positions)
+        tokens, positions = rows.tokens.numpy(), rows.positions.numpy()
         live = [wanted(segment.number) for segment in segments]
         for segment in (s for s, alive in zip(segments, live, strict=True) if alive):
             prove(segment, samples[segment.number], tokens, positions)
@@ -141,7 +141,3 @@ class Assembler:
             return None
         del self._growing[number]
         return Complete(number, sample, growing.rows)
-
-
-def _host(values: torch.Tensor) -> np.ndarray:
-    return values.numpy()
