@@ -1,6 +1,7 @@
 """What a prepared folder holds: its parts' records and columns added up, streamed part by part."""
 
 import hashlib
+import io
 import json
 from collections import Counter
 from dataclasses import dataclass, field
@@ -110,8 +111,6 @@ def write_skipped(folder: Path) -> None:
 
 
 def write_counts(folder: Path, totals: Totals) -> None:
-    import io
-
     buffer = io.BytesIO()
     np.save(buffer, totals.counts)
     write_atomically(folder / COUNTS_FILE, buffer.getvalue())
