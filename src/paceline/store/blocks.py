@@ -23,6 +23,11 @@ _FETCH_BLOCKS = 64
 _ABSENT = 0
 
 
+def digests_path(path: Path) -> Path:
+    """The list of digests beside the copy at `path`."""
+    return path.with_name(f"{path.name}.digests")
+
+
 class BlockFile:
     """The copy at `path` of a file of `total_bytes`; fetch(start, stop) gets bytes of the original.
 
@@ -38,8 +43,7 @@ class BlockFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._data = _open_sized(path, total_bytes)
             weakref.finalize(self, os.close, self._data)
-            digests = path.with_name(f"{path.name}.digests")
-            self._digests = _open_sized(digests, num_blocks * _DIGEST.itemsize)
+            self._digests = _open_sized(digests_path(path), num_blocks * _DIGEST.itemsize)
             weakref.finalize(self, os.close, self._digests)
         self._is_sound = np.zeros(num_blocks, dtype=bool)
         self._in_work: set[int] = set()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from paceline import fingerprint
 from paceline.cache import cache_folder
+from paceline.store.blocks import digests_path
 
 SPARSE_SUFFIX = ".sparse"
 DEFAULT_BYTES = 64 << 30
@@ -36,7 +37,7 @@ class Cache:
             if used + num_bytes <= self.max_bytes:
                 return
             path.unlink(missing_ok=True)
-            path.with_name(path.name + ".digests").unlink(missing_ok=True)
+            digests_path(path).unlink(missing_ok=True)
             used -= size
 
     @property
