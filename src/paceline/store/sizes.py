@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from paceline.contracts import TokenSample
 from paceline.store.codecs import codec_of
-from paceline.store.encoded import COLUMNS
+from paceline.store.encoded import COLUMNS, STATE_KINDS
 from paceline.store.shard import HEADER_BYTES
 from paceline.store.spec import StoreSpec
 
@@ -46,7 +46,7 @@ def store_size(
     states_share: by how much the states shrink below what the codec's fixed width (or, for
     `lossless`, the raw width) says.
     """
-    row_bytes = {kind: _row_bytes(spec, shape) for kind, shape in _row_shapes(spec).items()}
+    row_bytes = {kind: _row_bytes(spec, spec.row_shape(kind)) for kind in STATE_KINDS}
     states = tokens = entries = texts = num_samples = 0.0
     for sample in samples:
         states += sample.num_aux_rows * row_bytes["aux"]
@@ -68,10 +68,6 @@ def store_size(
     return StoreSize(states, tokens, entries, num_shards, index)
 
 
-def _row_shapes(spec: StoreSpec) -> dict[str, tuple[int, ...]]:
-    return {"aux": (spec.num_aux, spec.hidden_size), "last": (spec.hidden_size,)}
-
-
 def _row_bytes(spec: StoreSpec, row_shape: tuple[int, ...]) -> int:
     parts = codec_of(spec).parts(row_shape)
     if any(part.row_shape is None for part in parts):
@@ -81,7 +77,7 @@ def _row_bytes(spec: StoreSpec, row_shape: tuple[int, ...]) -> int:
 
 def _blob_bytes(spec: StoreSpec) -> int:
     """What samples of a codec without fixed rows need besides: plane lengths and blob ends."""
-    shapes = _row_shapes(spec).values()
+    shapes = map(spec.row_shape, STATE_KINDS)
     variable = [s for s in shapes if codec_of(spec).parts(s)[0].row_shape is None]
     planes = sum(math.prod(s[:-1]) * spec.torch_dtype.itemsize for s in variable)
     return 4 * planes + 8 * len(variable)

@@ -162,10 +162,8 @@ class ShardWriter:
     def _check(self, sample: TokenSample, aux: torch.Tensor, last: torch.Tensor) -> None:
         spec = self.spec
         problems = []
-        for name, states, tail in (
-            ("aux", aux, (spec.num_aux, spec.hidden_size)),
-            ("last", last, (spec.hidden_size,)),
-        ):
+        for name, states in (("aux", aux), ("last", last)):
+            tail = spec.row_shape(name)
             if states.dtype != spec.torch_dtype:
                 problems.append(f"{name} is {states.dtype}, the store keeps {spec.dtype}")
             if tuple(states.shape[1:]) != tail:
@@ -238,10 +236,7 @@ class _ShardInWork:
         self.num_samples = 0
         # Never less than what the file will have, so that no shard outgrows its limit.
         self.num_bytes = HEADER_BYTES + _FIXED_BYTES
-        self._parts = {
-            "aux": codec.parts((spec.num_aux, spec.hidden_size)),
-            "last": codec.parts((spec.hidden_size,)),
-        }
+        self._parts = {kind: codec.parts(spec.row_shape(kind)) for kind in STATE_KINDS}
         self._held: dict[str, _Held] = {}
         self._columns: dict[str, list[str | bool | None]] = {name: [] for name in COLUMNS}
         self._offsets = [(0, 0, 0)]
