@@ -16,7 +16,6 @@ from pathlib import Path
 
 from paceline.artefact import fsync_folder, write_atomically
 from paceline.errors import StreamError, UsageError
-from paceline.store import checksum
 from paceline.store.files import (
     AsideFile,
     aside_numbers,
@@ -38,7 +37,7 @@ from paceline.store.presence import (
     look,
     present,
 )
-from paceline.store.shard import HEADER_BYTES, Shard, TensorEntry, build_header, bytes_of
+from paceline.store.shard import HEADER_BYTES, Shard, build_header, lay_out
 from paceline.store.spec import StoreSpec
 
 logger = logging.getLogger(__name__)
@@ -225,14 +224,7 @@ def let_go(folder: Path, number: int) -> None:
 
 def _receipt_of(shard: Shard) -> bytes:
     """The shard's file without what takes room."""
-    entries, checksums, pieces, end = [], {}, [], 0
-    for name in _KEPT:
-        tensor = shard.tensor(name)
-        data = bytes_of(tensor)
-        entries.append(TensorEntry(name, tensor.dtype, tuple(tensor.shape), end, end + len(data)))
-        checksums[name] = checksum.of(data)
-        pieces.append(data)
-        end += len(data)
+    entries, checksums, pieces = lay_out({name: shard.tensor(name) for name in _KEPT})
     header = build_header(entries, shard.spec, checksums, shard.num_samples)
     assert len(header) == HEADER_BYTES
     return b"".join([header, *pieces])

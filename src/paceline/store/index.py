@@ -19,7 +19,7 @@ from paceline.artefact import write_atomically
 from paceline.errors import StoreCorruption, StoreError
 from paceline.store import checksum
 from paceline.store.records import CODED, COUNTS, FINISHED_CODES, TEXTS, Records, id_hash
-from paceline.store.shard import MappedTensors, Shard, TensorEntry, bytes_of, seal_header
+from paceline.store.shard import MappedTensors, Shard, bytes_of, lay_out, seal_header
 from paceline.store.shelf import Shelf
 from paceline.store.spec import StoreSpec
 
@@ -219,14 +219,9 @@ def _write(path: Path, index: Index) -> None:
         **index.records.columns,
         _TABLES: np.frombuffer(tables, dtype=np.uint8),
     }
-    entries, pieces, end = [], [], 0
-    for name, values in sorted(columns.items(), key=lambda c: (-c[1].itemsize, c[0])):
-        tensor = torch.from_numpy(np.array(values))
-        data = bytes_of(tensor)
-        entries.append(TensorEntry(name, tensor.dtype, tuple(tensor.shape), end, end + len(data)))
-        pieces.append(data)
-        end += len(data)
-    checksums = {entry.name: checksum.of(data) for entry, data in zip(entries, pieces, strict=True)}
+    widest_first = sorted(columns.items(), key=lambda c: (-c[1].itemsize, c[0]))
+    tensors = {name: torch.from_numpy(np.array(values)) for name, values in widest_first}
+    entries, checksums, pieces = lay_out(tensors)
     metadata = {
         "format": _FORMAT,
         "version": str(_VERSION),

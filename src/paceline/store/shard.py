@@ -10,7 +10,7 @@ import mmap
 import os
 import struct
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -70,6 +70,21 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     if tensor.numel() == 0:
         return memoryview(b"")
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def lay_out(
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[list[TensorEntry], dict[str, str], list[memoryview]]:
+    """Tensors one after another from the first byte after the header on, in their order: where each
+    lies, its checksum, its bytes (not copied)."""
+    entries, checksums, pieces, end = [], {}, [], 0
+    for name, tensor in tensors.items():
+        data = bytes_of(tensor)
+        entries.append(TensorEntry(name, tensor.dtype, tuple(tensor.shape), end, end + len(data)))
+        checksums[name] = checksum.of(data)
+        pieces.append(data)
+        end += len(data)
+    return entries, checksums, pieces
 
 
 def build_header(
