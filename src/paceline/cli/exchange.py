@@ -5,8 +5,9 @@ from typing import Any
 from rich.console import Console
 
 from paceline.cli.command import Command
+from paceline.cli.extract import error_table, not_stored
 from paceline.cli.extract import show as show_store
-from paceline.cli.output import count, counts, facts, table
+from paceline.cli.output import count, facts
 from paceline.recipe import ExportStoreOptions, ImportStoreOptions
 
 
@@ -21,23 +22,11 @@ def _show_imported(result: dict[str, Any], console: Console) -> None:
     if imported["errors"] is None:
         console.print("comparison with a plain transformers forward WAIVED", style="yellow")
         return
-    rows = [
-        [layer, *(f"{found[name]:.2e}" for name in ("median", "p99", "max"))]
-        for layer, found in imported["errors"].items()
-    ]
-    console.print(table("", ["error against a plain forward", "median", "99%", "max"], rows))
+    console.print(error_table(imported["errors"]))
 
 
 def _problems(result: dict[str, Any]) -> list[str]:
-    """Files that are not in the store are never a full success."""
-    accounting = result["accounting"]
-    missing = accounting["in"] - accounting["done"]
-    if not missing:
-        return []
-    return [
-        f"import-store: {missing:,} of {accounting['in']:,} files are not in the store: "
-        f"quarantined {counts(accounting['quarantined'])}; skipped {counts(accounting['skipped'])}"
-    ]
+    return not_stored("import-store", "files", result["accounting"])
 
 
 def _show_exported(result: dict[str, Any], console: Console) -> None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from paceline.cli.command import Command
 from paceline.cli.output import count, counts, facts, table
@@ -47,22 +48,29 @@ def show_probe(probe: dict[str, Any] | None, console: Console) -> None:
     if probe["errors"] is None:
         console.print("probe: comparison with a plain transformers forward WAIVED", style="yellow")
         return
-    columns = ["error against a plain forward", "median", "99%", "max"]
+    console.print(error_table(probe["errors"]))
+
+
+def error_table(errors: dict[str, dict[str, float]]) -> Table:
+    """Of each layer's rows, relative to their norms."""
     rows = [
         [layer, *(f"{found[name]:.2e}" for name in ("median", "p99", "max"))]
-        for layer, found in probe["errors"].items()
+        for layer, found in errors.items()
     ]
-    console.print(table("", columns, rows))
+    return table("", ["error against a plain forward", "median", "99%", "max"], rows)
 
 
 def problems(result: dict[str, Any]) -> list[str]:
-    """Samples that are not in the store are never a full success."""
-    accounting = result["accounting"]
+    return not_stored("extract", "samples", result["accounting"])
+
+
+def not_stored(command: str, what: str, accounting: dict[str, Any]) -> list[str]:
+    """What came in and is not in the store is never a full success."""
     missing = accounting["in"] - accounting["done"]
     if not missing:
         return []
     return [
-        f"extract: {missing:,} of {accounting['in']:,} samples are not in the store: quarantined "
+        f"{command}: {missing:,} of {accounting['in']:,} {what} are not in the store: quarantined "
         f"{counts(accounting['quarantined'])}; skipped {counts(accounting['skipped'])}"
     ]
 
