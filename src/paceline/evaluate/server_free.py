@@ -70,7 +70,7 @@ def _walk_alone(
 ) -> Walks:
     walks = Walks(options.num_draft_tokens)
     for sample, answers in draft_answers(draft, store, groups, max(options.num_draft_tokens)):
-        _add(walks, sample, {k: [walk(answers, k)] for k in options.num_draft_tokens})
+        _add_walks(walks, sample, answers)
     return walks
 
 
@@ -88,11 +88,10 @@ def _walk(
     baselines = _baselines(store, target, longest) if options.baselines else {}
     methods = {name: Walks(options.num_draft_tokens) for name in (_DRAFT, *baselines)}
     for sample, answers in draft_answers(draft, store, groups, longest):
-        _add(methods[_DRAFT], sample, {k: [walk(answers, k)] for k in options.num_draft_tokens})
+        _add_walks(methods[_DRAFT], sample, answers)
         failures.add(sample, answers)
         for name, answers_of in baselines.items():
-            found = answers_of(sample)
-            _add(methods[name], sample, {k: [walk(found, k)] for k in options.num_draft_tokens})
+            _add_walks(methods[name], sample, answers_of(sample))
         bar.advance(1)
     return methods
 
@@ -116,6 +115,10 @@ def _expect(
         _add(walks, sample, counts)
         bar.advance(1)
     return {_DRAFT: walks}
+
+
+def _add_walks(walks: Walks, sample: StoredSample, answers: list[Answer]) -> None:
+    _add(walks, sample, {k: [walk(answers, k)] for k in walks.lengths})
 
 
 def _add(walks: Walks, sample: StoredSample, counts: dict[int, list[Counts]]) -> None:
