@@ -121,7 +121,7 @@ class Questions:
         """No conversation is longer than so many tokens, the last answer included."""
         return max(
             max(map(len, chat.prompts))
-            + (max(len(chat.turns), 1)) * max_new_tokens
+            + max(len(chat.turns), 1) * max_new_tokens
             # A token is at least a byte; the template puts little around a turn.
             + sum(len(turn.encode()) + 64 for turn in chat.turns[len(chat.prompts) :])
             for chat in self.chats

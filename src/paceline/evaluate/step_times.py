@@ -49,10 +49,10 @@ class StepTimer:
 
     def fits(self, batch_size: int, context: int) -> bool:
         """Whether caches and states of that size fit into the memory that is free now."""
-        cached = sum(k.numel() + v.numel() for k, v in self._entries)
+        entries = sum(k.numel() + v.numel() for k, v in self._entries)
         config = self._draft.config
         states = config.num_aux * config.target_hidden_size + 8 * config.hidden_size
-        needed = batch_size * context * (cached + states) * self._draft.fc.weight.element_size()
+        needed = batch_size * context * (entries + states) * self._draft.fc.weight.element_size()
         free = (
             torch.cuda.mem_get_info(self._device)[0]
             if self._device.type == "cuda"
