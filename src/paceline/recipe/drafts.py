@@ -216,8 +216,8 @@ class SpeedupOptions(Options):
         return self
 
 
-class EvaluateOptions(StageOptions, TargetOptions, CacheOptions):
-    """`evaluate`: acceptance length, server-free, in real decoding or in a server."""
+class DraftSourceOptions(Options):
+    """Which draft is measured or written."""
 
     draft: str = opt(
         "",
@@ -227,6 +227,11 @@ class EvaluateOptions(StageOptions, TargetOptions, CacheOptions):
     draft_form: Literal["vllm", "speculators", "sglang"] | None = opt(
         None, "Which server's form a checkpoint made elsewhere is in; None: as its config says."
     )
+
+
+class EvaluateOptions(DraftSourceOptions, StageOptions, TargetOptions, CacheOptions):
+    """`evaluate`: acceptance length, server-free, in real decoding or in a server."""
+
     beside: str = opt(
         "",
         "Another draft for this target that is walked over the same answers and shown beside "
@@ -319,17 +324,9 @@ class EvaluateOptions(StageOptions, TargetOptions, CacheOptions):
         return self
 
 
-class ExportOptions(StageOptions, TargetOptions):
+class ExportOptions(DraftSourceOptions, StageOptions, TargetOptions):
     """`export`: a checkpoint that a server loads, re-loaded and compared."""
 
-    draft: str = opt(
-        "",
-        "Folder that `train` wrote, a compact draft, or a server's checkpoint made elsewhere.",
-        identity=False,
-    )
-    draft_form: Literal["vllm", "speculators", "sglang"] | None = opt(
-        None, "Which server's form a checkpoint made elsewhere is in; None: as its config says."
-    )
     server: list[Literal["vllm", "speculators", "sglang"]] = opt(
         ["vllm"], "Forms to write, each in a folder of its own.", min_length=1
     )
