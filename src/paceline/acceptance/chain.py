@@ -48,9 +48,8 @@ def answers_of_batch(
     spans: of each document; row_starts: where each document's rows begin in the batch, and the end.
     """
     known_T = np.zeros(row_starts[-1], np.int64)
-    # A point after token t is drafted from row t - 1.
     rows = [
-        [slice(start + s.first - 1, start + s.end - 1) for s in of_document]
+        [span.rows(start) for span in of_document]
         for start, of_document in zip(row_starts, spans, strict=False)
     ]
     for of_document, slices in zip(spans, rows, strict=True):

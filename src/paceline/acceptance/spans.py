@@ -19,6 +19,11 @@ class Span:
         """Verify points: after each answer token but the last."""
         return self.end - self.first
 
+    def rows(self, start: int) -> slice:
+        """The rows of a batch from which its points are drafted, the sample's own beginning at
+        `start`: a point after token t is drafted from row t - 1."""
+        return slice(start + self.first - 1, start + self.end - 1)
+
     def known(self) -> np.ndarray:
         """Tokens on record after each verify point, int64 [num_points]."""
         return self.recorded_end - np.arange(self.first, self.end)

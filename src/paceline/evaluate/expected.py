@@ -85,8 +85,7 @@ def draft_chances(
         )
         start = 0
         for sample in samples:
-            # A point after token t is drafted from row t - 1; the answer's end is no such point.
-            rows = [slice(start + s.first - 1, start + s.end - 1) for s in spans_of(sample)]
+            rows = [span.rows(start) for span in spans_of(sample)]
             yield sample, [Chances(overlap[r], taken[r]) for r in rows]
             start += len(sample.aux)
 
