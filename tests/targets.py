@@ -113,7 +113,8 @@ def model_class(family: str) -> type:
 
 def _config(family: str, changes: dict):
     if family not in WRAPPED:
-        return CONFIG_MAPPING[family](**{**_COMMON, **(FAMILIES | HYBRID)[family], **changes})
+        own = (FAMILIES | HYBRID).get(family, {})
+        return CONFIG_MAPPING[family](**{**_COMMON, **own, **changes})
     text, tower = WRAPPED[family]
     text = {**_COMMON, **text, **changes}
     return CONFIG_MAPPING[family](text_config=text, vision_config=tower, **changes)

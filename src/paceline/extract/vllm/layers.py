@@ -12,9 +12,24 @@ from torch import nn
 
 from paceline.errors import TargetError
 
-# Modules whose layers return the finished stream, and beside it a residual that only pads the
-# tuple (read in vLLM 0.16 to 0.32); the sum would count the layer's input twice.
-_FINISHED_STREAM = ("commandr", "cohere2_moe", "falcon_h1", "granitemoehybrid", "phimoe")
+# Layers that return the finished stream, and beside it a residual that only pads the tuple (read in
+# vLLM 0.16 to 0.32); the sum would count what the layer added it to twice. Classes and not modules:
+# Molmo's has layers of both kinds.
+FINISHED_STREAM = (
+    "ChameleonSwinDecoderLayer",
+    "Cohere2MoeDecoderLayer",
+    "CohereCompassDecoderLayer",
+    "CohereDecoderLayer",
+    "Exaone4DecoderLayer",
+    "GraniteMoeHybridAttentionDecoderLayer",
+    "GraniteMoeHybridMambaDecoderLayer",
+    "HyperCLOVAXDecoderLayer",
+    "Molmo2DecoderNormAfterLayer",
+    "MolmoDecoderNormAfterLayer",
+    "MuseGlimmerDecoderLayer",
+    "PhiMoEDecoderLayer",
+    "StablelmDecoderLayer",
+)
 _FOREIGN_TOWERS = ("vision", "visual", "audio", "encoder", "mtp", "draft", "projector")
 # Stands in for layers that another pipeline stage holds.
 _MISSING_LAYER = "PPMissingLayer"
@@ -58,7 +73,7 @@ def stream_of(layer: nn.Module, output: Any) -> torch.Tensor:
         return _flat(output).clone()
     hidden, *rest = output
     residual = rest[0] if rest else None
-    if residual is None or type(layer).__module__.rpartition(".")[2] in _FINISHED_STREAM:
+    if residual is None or type(layer).__name__ in FINISHED_STREAM:
         return _flat(hidden).clone()
     return _flat(hidden) + _flat(residual)
 
