@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.errors import UsageError
+from paceline.errors import EngineError, UsageError
 from paceline.extract.engine import Engine
 from paceline.extract.vllm.engine import VllmEngine
 from paceline.extract.vllm.local_hosts import launch_local, share_devices
@@ -20,6 +20,7 @@ from paceline.extract.vllm.settings import (
 )
 from paceline.recipe import ExtractOptions
 from paceline.target.layers import plan_layers
+from paceline.target.model import num_parameters
 from paceline.target.spec import Target, long_rope_from
 from paceline.vllm_process import set_environment
 
@@ -34,7 +35,13 @@ def open_engine(options: ExtractOptions, target: Target, dtype: str, scratch: Pa
     # Processes that are started here inherit it.
     set_environment(settings.environment)
     if options.workers == 1 and options.ray_address is None:
-        return VllmEngine(settings, target.num_layers, dtype)
+        engine = VllmEngine(settings, target.num_layers, dtype)
+        try:
+            check_transformers(target)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
     per_worker = settings.arguments.get("tensor_parallel_size", 1) * settings.arguments.get(
         "pipeline_parallel_size", 1
     )
@@ -42,6 +49,22 @@ def open_engine(options: ExtractOptions, target: Target, dtype: str, scratch: Pa
         return _ray_pool(options, settings, target, dtype, per_worker)
     launch = _local_launcher(options.workers, per_worker, _on_cpu())
     return ReplicaPool(options.workers, launch, settings, target.num_layers, dtype)
+
+
+def check_transformers(target: Target) -> None:
+    """transformers' own model of the target can still be built here, which the probe needs.
+
+    vLLM runs some families through transformers' classes, and newer ones change those for good:
+    in this process where the model is in it too.
+    """
+    try:
+        num_parameters(target)
+    except AssertionError as error:
+        raise EngineError(
+            "vLLM runs this target through transformers' own classes, and has changed them in this "
+            f"process, so that the probe cannot use them ({error}). Unset "
+            "VLLM_ENABLE_V1_MULTIPROCESSING: vLLM then has a process of its own"
+        ) from error
 
 
 def vllm_settings(
