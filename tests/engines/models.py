@@ -69,6 +69,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "qwen3_moe": ("qwen3_moe", {"moe_intermediate_size": 64}, {}, {}),
     "gemma2": ("gemma2", {"query_pre_attn_scalar": 32}, {}, {}),
     "gemma3": ("gemma3_text", {"query_pre_attn_scalar": 32}, {}, {}),
+    "gemma4": (
+        "gemma4_text",
+        {"global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+        {},
+        {},
+    ),
     "exaone4": ("exaone4", {}, {}, {}),
     "gpt_oss": ("gpt_oss", {"head_dim": 64}, {}, {}),
     "deepseek_v2": ("deepseek_v2", _MLA, _CPU_MLA, {}),

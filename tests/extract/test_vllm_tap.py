@@ -7,16 +7,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from paceline.contracts import LayerPlan, TokenSample
-from paceline.errors import EngineError
+from paceline.errors import EngineError, TargetError
 from paceline.extract.guards import RowNorms
 from paceline.extract.vllm.batch import request_id
 from paceline.extract.vllm.layers import find_decoder_layers
 from paceline.extract.vllm.rows import Ring, Slot
 from paceline.extract.vllm.runners import view_of
 from paceline.extract.vllm.tap import Tap
-from tests.extract.runners import NUM_LAYERS, VOCAB, RunnerBase, RunnerV1, RunnerV2, Scheduled
+from tests.extract.runners import (
+    NUM_LAYERS,
+    VOCAB,
+    Model,
+    RunnerBase,
+    RunnerV1,
+    RunnerV2,
+    Scheduled,
+)
 
 PLAN = LayerPlan((0, 1, 2), NUM_LAYERS)
 
@@ -242,6 +251,20 @@ def test_an_error_of_the_engine_comes_out_as_it_is(bench: Bench) -> None:
     bench.assert_right(2)
     assert bench.tap.error is None
     assert bench.tap.take_events().poisoned[0][0] == 0
+
+
+def test_a_second_list_of_the_same_layers_is_no_second_list() -> None:
+    model = Model()
+    model.self_decoder = nn.Module()
+    model.self_decoder.decoder_layers = model.layers[:]
+    assert list(find_decoder_layers(model, NUM_LAYERS)) == list(model.layers)
+
+
+def test_lists_of_different_layers_are_refused() -> None:
+    model = Model()
+    model.other = nn.ModuleList(nn.Linear(1, 1) for _ in range(NUM_LAYERS))
+    with pytest.raises(TargetError, match=rf"2 lists of {NUM_LAYERS} decoder layers"):
+        find_decoder_layers(model, NUM_LAYERS)
 
 
 def test_an_unknown_runner_is_refused_with_what_was_looked_for() -> None:

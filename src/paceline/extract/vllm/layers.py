@@ -48,13 +48,15 @@ def find_decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
         and not any(tower in name for tower in _FOREIGN_TOWERS)
         and name.count(".layers.") == 0
     }
-    if len(found) != 1:
+    # Gemma 4 holds the layers whose keys are their own, which may be all, in a second list.
+    distinct = {tuple(map(id, layers)): layers for layers in found.values()}
+    if len(distinct) != 1:
         lists = {n: len(m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
         raise TargetError(
-            f"{type(model).__name__}: {len(found)} lists of {num_layers} decoder layers "
+            f"{type(model).__name__}: {len(distinct)} lists of {num_layers} decoder layers "
             f"({', '.join(found) or 'none'}); all lists by length: {lists}"
         )
-    return next(iter(found.values()))
+    return next(iter(distinct.values()))
 
 
 def held_here(layers: nn.ModuleList, wanted: Sequence[int]) -> list[int]:
