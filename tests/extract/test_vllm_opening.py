@@ -16,6 +16,8 @@ from tests.targets import save_model
 class Started:
     """An engine that changes transformers' class as vLLM's Transformers backend does."""
 
+    in_this_process = True
+
     def __init__(self, *_: Any) -> None:
         self.is_open = True
 
@@ -34,7 +36,7 @@ def test_classes_that_vllm_has_changed_are_told_with_the_way_out(
     def start(*_: Any) -> Started:
         monkeypatch.setattr(LlamaModel, "__init__", changed)
         started.append(Started())
-        return started[0]
+        return started[-1]
 
     monkeypatch.setattr(opening, "VllmEngine", start)
     monkeypatch.setattr(opening, "_on_cpu", lambda: True)
@@ -42,3 +44,5 @@ def test_classes_that_vllm_has_changed_are_told_with_the_way_out(
     with pytest.raises(EngineError, match="Unset VLLM_ENABLE_V1_MULTIPROCESSING"):
         opening.open_engine(ExtractOptions(), target, "float32", tmp_path)
     assert not started[0].is_open
+    opening.open_engine(ExtractOptions(waive_reference=True), target, "float32", tmp_path)
+    assert started[1].is_open

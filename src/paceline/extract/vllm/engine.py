@@ -140,13 +140,18 @@ class VllmEngine:
                 ids = list(output.outputs[0].token_ids)
                 add(on_done(names.pop(output.request_id), ids))
 
+    @property
+    def in_this_process(self) -> bool:
+        """The model is in this process, not in those that vLLM starts."""
+        return not self._processes
+
     def close(self) -> None:
         """Let go of the model; processes that vLLM started end, GPU memory is free again."""
         if self._llm is None:
             return
         self._engine.engine_core.shutdown()
         self._llm = self._engine = None
-        if not self._processes:
+        if self.in_this_process:
             free_memory()
 
     # --- what a capture needs: see capture.Requests ---

@@ -37,7 +37,8 @@ def open_engine(options: ExtractOptions, target: Target, dtype: str, scratch: Pa
     if options.workers == 1 and options.ray_address is None:
         engine = VllmEngine(settings, target.num_layers, dtype)
         try:
-            check_transformers(target)
+            if engine.in_this_process and not options.waive_reference:
+                check_transformers(target)
         except BaseException:
             engine.close()
             raise
@@ -54,8 +55,8 @@ def open_engine(options: ExtractOptions, target: Target, dtype: str, scratch: Pa
 def check_transformers(target: Target) -> None:
     """transformers' own model of the target can still be built here, which the probe needs.
 
-    vLLM runs some families through transformers' classes, and newer ones change those for good:
-    in this process where the model is in it too.
+    vLLM runs some families through transformers' classes, and newer releases change those for good
+    in the process that has the model.
     """
     try:
         num_parameters(target)
