@@ -44,6 +44,9 @@ LOWEST = [
     ("sglang", {"aux_norm": "none"}, "0.5.6"),
     ("sglang", {"aux_norm": "static"}, "0.5.6"),
     ("sglang", {"aux_norm": "none", "rope": YARN}, "0.5.6"),
+    ("sglang", {"aux_norm": "none", "rope": {**YARN, "truncate": True}}, "0.5.6"),
+    # gpt-oss; 0.5.6 does not read the key, 0.5.11 does.
+    ("sglang", {"aux_norm": "none", "rope": {**YARN, "truncate": False}}, "0.5.11"),
     ("sglang", {"aux_norm": "rms"}, "0.5.12"),
     ("sglang", {"aux_norm": "none", "norm_output": True}, "0.5.12"),
     ("sglang", {"aux_norm": "none", "num_layers": 2}, "0.5.12"),

@@ -110,6 +110,10 @@ FEATURES: dict[str, Feature] = {
         "yarn with a scale of its own (mscale and mscale_all_dim, or attention_factor)",
         _scales_by_itself,
     ),
+    "yarn_truncate": Feature(
+        "yarn whose correction range is not rounded (truncate: false, as gpt-oss has it)",
+        lambda c, _: c.rope.get("rope_type") == "yarn" and c.rope.get("truncate") is False,
+    ),
 }
 
 _VLLM = {
@@ -131,6 +135,7 @@ _VLLM = {
     "rope_type": None,
     # 0.16.0 was run and is wrong; 0.25.0 still is, by public reports. 0.32.0 was run and is right.
     "yarn_scale": "0.32",
+    "yarn_truncate": "0.16",
 }
 
 FORMS: dict[str, Form] = {
@@ -160,6 +165,8 @@ FORMS: dict[str, Form] = {
             "hidden_act": None,
             "rope_type": None,
             "yarn_scale": None,
+            # 0.5.6 passes over the key and rounds: other frequencies than in training.
+            "yarn_truncate": "0.5.11",
         },
     ),
 }
