@@ -15,12 +15,17 @@ def vllm_reads(config, n):
     return tuple(ids or (2, n // 2, n - 3))
 
 
-def sglang_reads(config, n, deepseek):
-    """SGLang 0.5.6 to 0.5.23: nested only, one more each; DeepSeek's rule looks at the first."""
+SGLANG_TARGETS = ("llama", "deepseek", "minimax_m3_vl")
+
+
+def sglang_reads(config, n, target):
+    """SGLang 0.5.6 to 0.5.23: nested only, one more each; DeepSeek's rule looks at the first, and
+    MiniMax-M3's (0.5.23, MiniMaxM3SparseForConditionalGeneration) adds one to its defaults too."""
     ids = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
     if ids is None:
-        return (2, n // 2, n - 3)
-    if deepseek and ids[0] != 1:
+        defaults = (2, n // 2, n - 3)
+        return tuple(k + 1 for k in defaults) if target == "minimax_m3_vl" else defaults
+    if target == "deepseek" and ids[0] != 1:
         return tuple(ids)
     return tuple(i + 1 for i in ids)
 
@@ -32,14 +37,15 @@ def test_E07_servers_get_the_same_layers_in_their_own_counting():
         assert vllm_reads(config, n) == (2, 31, 60)
         assert read_layer_ids(config, form, n) == (2, 31, 60)
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 30, 59]
-    assert sglang_reads(config, n, deepseek=False) == (2, 31, 60)
-    assert sglang_reads(config, n, deepseek=True) == (2, 31, 60)
+    for target in SGLANG_TARGETS:
+        assert sglang_reads(config, n, target) == (2, 31, 60)
 
 
-def test_E07_defaults_are_left_to_sglang_so_that_vllm_cannot_misread_them():
+@pytest.mark.parametrize("target", SGLANG_TARGETS)
+def test_E07_the_default_layers_are_said_and_no_server_takes_its_own(target):
     config = write_layer_ids((2, 30, 58), "sglang", 61)
-    assert "eagle_config" not in config
-    assert sglang_reads(config, 61, deepseek=True) == (2, 30, 58) == vllm_reads(config, 61)
+    assert sglang_reads(config, 61, target) == (2, 30, 58) == vllm_reads(config, 61)
+    assert read_layer_ids(config, "sglang", 61) == (2, 30, 58)
 
 
 @given(st.data())
@@ -51,8 +57,8 @@ def test_E07_every_list_that_a_form_can_say_comes_back(data):
         assert vllm_reads(config, n) == aux == read_layer_ids(config, form, n)
     if aux[0] == 2 and aux[-1] < n:
         config = write_layer_ids(aux, "sglang", n)
-        for deepseek in (False, True):
-            assert sglang_reads(config, n, deepseek) == aux
+        for target in SGLANG_TARGETS:
+            assert sglang_reads(config, n, target) == aux
         assert read_layer_ids(config, "sglang", n) == aux
 
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from paceline.draft.config import SCALING_KEYS, DraftConfig
 from paceline.draft.rope import Rotary
-from paceline.errors import ExportError, LayerError
+from paceline.errors import ExportError
 from paceline.forms.names import SGLANG, SPECULATORS, VLLM
-from paceline.target.layers import default_aux_layers
 
 
 @dataclass(frozen=True)
@@ -35,13 +34,13 @@ class Form:
     carries: Mapping[str, str | None]
 
 
-def _starts_elsewhere(config: DraftConfig, num_layers: int) -> bool:
-    """Neither the default layers nor a list that starts at k = 2.
+def _starts_elsewhere(config: DraftConfig, _: int) -> bool:
+    """A list that does not start at k = 2, as the default layers do.
 
     SGLang adds 1 to the ids of a config, but for some targets (DeepSeek, Kimi, GLM) only if the
     first id is 1: only a list that starts there means the same everywhere.
     """
-    return config.aux_layers[0] != 2 and config.aux_layers != default_layers(num_layers)
+    return config.aux_layers[0] != 2
 
 
 def _scales_by_itself(config: DraftConfig, _: int) -> bool:
@@ -53,14 +52,6 @@ def _scales_by_itself(config: DraftConfig, _: int) -> bool:
     if rope.get("attn_factor") is not None:
         return True  # which some servers read, and training did not
     return not math.isclose(Rotary(config).scaling, 0.1 * math.log(max(rope["factor"], 1.0)) + 1.0)
-
-
-def default_layers(num_layers: int) -> tuple[int, ...] | None:
-    """The layers that every server captures unasked; None for a target too small for them."""
-    try:
-        return default_aux_layers(num_layers)
-    except LayerError:
-        return None
 
 
 FEATURES: dict[str, Feature] = {
@@ -91,7 +82,7 @@ FEATURES: dict[str, Feature] = {
         "the last layer's output (k = n) as an auxiliary state", lambda c, n: n in c.aux_layers
     ),
     "layer_list": Feature(
-        "auxiliary layers that are neither the default ones nor start at k = 2", _starts_elsewhere
+        "auxiliary layers that do not start at k = 2, as the default ones do", _starts_elsewhere
     ),
     "own_embedding": Feature(
         "another width than the target's, with an embedding of its own",

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import ExportError
-from paceline.forms.carry import FORMS, default_layers
+from paceline.forms.carry import FORMS
 from paceline.forms.names import SGLANG
 from paceline.target.layers import default_aux_layers, from_convention, to_convention
 
@@ -15,11 +15,12 @@ NESTED = "eagle_config"
 def write_layer_ids(aux_layers: tuple[int, ...], form: str, num_layers: int) -> dict[str, Any]:
     """Config entries for auxiliary layers k of a target of `num_layers` layers.
 
-    vLLM reads the top-level key first. SGLang reads the nested one alone and captures the default
-    layers where it is missing; it is left out then, so that a vLLM cannot take it for its own.
+    vLLM reads the top-level key first, SGLang the nested one alone. Where that is missing SGLang
+    captures layers of its own choice: k = 2, n // 2, n - 3 for most targets, each one higher for
+    MiniMax-M3. So the default layers are said too.
     """
     entries: dict[str, Any] = {IDS: list(to_convention(aux_layers, "vllm", num_layers))}
-    if form == SGLANG and aux_layers != default_layers(num_layers):
+    if form == SGLANG:
         convention = FORMS[form].layer_convention
         entries[NESTED] = {
             IDS: list(to_convention(aux_layers, convention, num_layers)),
