@@ -86,6 +86,17 @@ def test_without_ids_every_server_takes_its_defaults():
         assert read_layer_ids({}, form, 30) == (2, 15, 27)
 
 
+def test_ids_in_any_order_mean_the_layers_as_they_come():
+    """Servers collect the states while the layers run; vLLM sorts the ids itself."""
+    top = {"eagle_aux_hidden_state_layer_ids": [30, 2, 58]}
+    nested = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [29, 1, 57]}}
+    for form in (None, "vllm", "speculators"):
+        assert read_layer_ids(top, form, 61) == (2, 30, 58)
+    assert read_layer_ids(nested, "vllm", 61) == (1, 29, 57)
+    for config in (nested, {**top, **nested}):
+        assert read_layer_ids(config, "sglang", 61) == (2, 30, 58)
+
+
 def test_layers_that_the_target_does_not_have_are_refused():
     with pytest.raises(LayerError, match="outside 0"):
         read_layer_ids({"eagle_aux_hidden_state_layer_ids": [2, 15, 31]}, "vllm", 30)

@@ -1,6 +1,6 @@
 """Auxiliary layers in a server's config: which key it reads, in which convention, and back."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.errors import ExportError
@@ -30,7 +30,8 @@ def write_layer_ids(aux_layers: tuple[int, ...], form: str, num_layers: int) -> 
 
 
 def read_layer_ids(values: Mapping[str, Any], form: str | None, num_layers: int) -> tuple[int, ...]:
-    """Auxiliary layers k that a config asks for, as the form's server reads it.
+    """Auxiliary layers k that a config asks for, as the form's server reads it: ascending, in
+    whatever order the ids are, for servers collect the states while the layers run.
 
     form: None for a checkpoint that does not say which server it was written for; the top-level
     key is vLLM's. Raises ExportError for a nested key alone (two servers read it differently), and
@@ -42,13 +43,13 @@ def read_layer_ids(values: Mapping[str, Any], form: str | None, num_layers: int)
             f"{NESTED}.{IDS} = {nested} means the layers {nested} to vLLM and "
             f"{[i + 1 for i in nested]} to SGLang: say which one it was written for (form)"
         )
-    by_top = from_convention(top, "vllm", num_layers) if top else None
+    by_top = _captured(top, "vllm", num_layers) if top else None
     if form != SGLANG:
         if by_top is None and nested:
-            by_top = from_convention(nested, "vllm", num_layers)
+            by_top = _captured(nested, "vllm", num_layers)
         return by_top or default_aux_layers(num_layers)
     by_nested = (
-        from_convention(nested, FORMS[form].layer_convention, num_layers)
+        _captured(nested, FORMS[form].layer_convention, num_layers)
         if nested
         else default_aux_layers(num_layers)
     )
@@ -58,3 +59,7 @@ def read_layer_ids(values: Mapping[str, Any], form: str | None, num_layers: int)
             f"{list(by_nested)} ({NESTED}: {nested}): the two must say the same"
         )
     return by_nested
+
+
+def _captured(ids: Sequence[int], convention: str, num_layers: int) -> tuple[int, ...]:
+    return tuple(sorted(from_convention(ids, convention, num_layers)))
