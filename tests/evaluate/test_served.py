@@ -233,9 +233,22 @@ def _unmarked_sglang(folder: Path, draft, target):
     change_config(folder, lambda values: [values.pop(name) for name in (TOP, "paceline")])
 
 
+def _nested_ids(folder: Path, draft, target):
+    """As others write it for vLLM: its ids in the key that its V1 runner of 0.22 on reads alone."""
+    write_draft(folder, draft, "vllm", target, Serving("float32"))
+    change_config(folder, lambda values: values.update({NESTED: {TOP: values.pop(TOP)}}))
+    change_config(folder, lambda values: values.pop("paceline"))
+
+
 @pytest.mark.parametrize(
     ("make", "form"),
-    [(_compact, None), (_sglang, None), (_sglang, "sglang"), (_unmarked_sglang, "sglang")],
+    [
+        (_compact, None),
+        (_sglang, None),
+        (_sglang, "sglang"),
+        (_unmarked_sglang, "sglang"),
+        (_nested_ids, "vllm"),
+    ],
 )
 def test_what_vllm_would_not_read_as_it_was_meant_is_rewritten(
     target, draft, started, tmp_path, make, form

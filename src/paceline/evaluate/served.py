@@ -18,6 +18,8 @@ from paceline.evaluate.serving import Served, Server, ask, speed
 from paceline.evaluate.walks import Measured, Walks
 from paceline.forms.carry import FORMS, check_carried
 from paceline.forms.config_json import Serving
+from paceline.forms.layer_ids import IDS
+from paceline.forms.load import read_json
 from paceline.forms.names import SGLANG, VLLM
 from paceline.forms.source import DraftSource
 from paceline.forms.write import write_draft
@@ -79,8 +81,7 @@ def _started(
     draft = source.load(target)
     check_carried(FORMS[VLLM], draft.config, target.num_layers, _release(installed_version()))
     folder = source.folder
-    # A compact draft is no checkpoint, and vLLM reads SGLang's layer ids as its own.
-    if source.trained is not None or source.compact or source.form == SGLANG:
+    if not _is_read_as_meant(source):
         folder = scratch / VLLM
         in_parts = options.engine_options.get("pipeline_parallel_size", 1) > 1
         serving = Serving(dtype_name(dtype), copies_embedding=in_parts)
@@ -94,6 +95,15 @@ def _started(
         start(0) if options.compare_plain else None,
         {k: start(k) for k in options.num_draft_tokens},
     )
+
+
+def _is_read_as_meant(source: DraftSource) -> bool:
+    """Whether every vLLM takes the layers from these files as `load` does. A compact draft is no
+    checkpoint, and SGLang's ids would be read as vLLM's own. Nested ids alone are passed over, for
+    the default layers, below 0.22 and by the V2 runner (0.32.0)."""
+    if source.trained is not None or source.compact or source.form == SGLANG:
+        return False
+    return bool(read_json(source.folder).get(IDS))
 
 
 def _release(version: str) -> str:
