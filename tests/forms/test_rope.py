@@ -120,6 +120,23 @@ def test_X05_spellings_that_disagree_are_refused(exported):
             load_exported(folders["vllm"], target, torch.float32)
 
 
+@pytest.mark.parametrize("form", ["vllm", "speculators", "sglang"])
+def test_an_original_length_that_servers_take_for_the_ropes_own_is_refused(form, exported):
+    """transformers 5 puts the one beside the rotary parameters in the place of theirs."""
+    target, folders = exported
+
+    def add(length):
+        return lambda values: values.get("transformer_layer_config", values).update(
+            original_max_position_embeddings=length
+        )
+
+    change_config(folders[form], add(8192))
+    load_exported(folders[form], target, torch.float32)
+    change_config(folders[form], add(4096))
+    with pytest.raises(ExportError, match="is 4096, but 8192 among the rotary"):
+        load_exported(folders[form], target, torch.float32)
+
+
 def test_plain_positions_have_no_scaling():
     plain = {"rope_type": "default", "rope_theta": 1e6}
     assert both_spellings(plain) == {

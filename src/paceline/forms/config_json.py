@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.draft.config import DraftConfig
+from paceline.draft.config import SCALING_KEYS, DraftConfig
 from paceline.errors import ExportError
 from paceline.forms.layer_ids import NESTED, read_layer_ids, write_layer_ids
 from paceline.forms.names import SGLANG, SPECULATORS
@@ -22,6 +22,7 @@ _SPECULATORS_VERSION = "0.9.0"  # the release of that library whose fields these
 
 # What LlamaConfig takes where a checkpoint says nothing, and so what its servers take.
 _LLAMA_DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "hidden_act": "silu"}
+_ORIGINAL = "original_max_position_embeddings"
 _NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 # Fields that mean another arithmetic than a paceline draft's: the only value that can be read.
@@ -172,6 +173,13 @@ def read_config(values: Mapping[str, Any], form: str | None, target: Target) -> 
     spellings = read_rope(body)
     if config.rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ExportError("partial_rotary_factor is not 1: a paceline draft rotates whole heads")
+    reads_original = _ORIGINAL in SCALING_KEYS.get(config.rope["rope_type"], ())
+    original = body.get(_ORIGINAL)
+    if reads_original and original not in (None, config.rope.get(_ORIGINAL)):
+        raise ExportError(
+            f"{_ORIGINAL} is {original}, but {config.rope.get(_ORIGINAL)} among the rotary "
+            "parameters: transformers 5, SGLang and vLLM on it take the former, others the latter"
+        )
     if not all(same_rope(config, spelling, config.rope) for spelling in spellings):
         raise ExportError(
             f"rope_parameters and rope_theta / rope_scaling do not agree: {spellings[0]} against "
