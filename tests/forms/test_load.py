@@ -28,6 +28,7 @@ from tests.forms.making import (
 )
 
 E, MLP, HEADS, GROUPS, WIDTH, V, W = 16, 24, 4, 2, 4, 40, 12
+SERVING = Serving("float32")
 SELECTED = [0, 1, 3, 4, 7, 8, 11, 20, 21, 30, 38, 39]
 
 
@@ -493,4 +494,19 @@ def test_what_the_config_says_of_the_embedding_must_be_so(target, tmp_path):
     change_tensors(tmp_path, lambda tensors: tensors.pop("embed_tokens.weight"))
     change_config(tmp_path, lambda values: values["paceline"].update(embedding="copied"))
     with pytest.raises(ExportError, match="the embedding is copied, but there is none"):
+        load_exported(tmp_path, target, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [({"norm_output": True}, "norm_output"), ({"aux_norm": "joint"}, "norm_before_fc")],
+    ids=str,
+)
+def test_flags_of_the_speculators_form_that_releases_read_otherwise_are_refused(
+    tmp_path, target, changes, flag
+):
+    """vLLM 0.32 takes them from the top level alone, 0.22 to 0.24 from the layer's config too."""
+    write_draft(tmp_path, draft_for(target, config_for(**changes)), "speculators", target, SERVING)
+    change_config(tmp_path, lambda values: values.pop(flag))
+    with pytest.raises(ExportError, match=rf"{flag} is True in transformer_layer_config"):
         load_exported(tmp_path, target, torch.float32)

@@ -160,6 +160,8 @@ def read_config(values: Mapping[str, Any], form: str | None, target: Target) -> 
     if missing := [name for name in _NEEDED if not body.get(name)]:
         raise ExportError(f"config.json has no {', '.join(missing)}")
     problems = _unlike_a_draft(body, merged, form)
+    if form == SPECULATORS:
+        problems += _flags_at_one_level(body, values)
     for name, wanted in (
         ("vocab_size", target.vocab_size),
         ("target_hidden_size", target.hidden_size),
@@ -241,6 +243,17 @@ def _unlike_a_draft(
     if _has_fc_norm(merged) and _has_joint_norm(merged):
         problems.append("fc_norm and norm_before_fc are both true; a draft has one norm before fc")
     return problems
+
+
+def _flags_at_one_level(body: Mapping[str, Any], top: Mapping[str, Any]) -> list[str]:
+    """vLLM 0.32 takes the flags of the speculators form from the top level, false where they are
+    missing; 0.22 to 0.24 some of them from the layer's config."""
+    return [
+        f"{name} is {body[name]} in {LAYER_CONFIG} and {top.get(name, 'missing')} at the top "
+        "level: releases of vLLM read one or the other"
+        for name in ("norm_before_fc", "fc_norm", "norm_output")
+        if name in body and bool(body[name]) != bool(top.get(name))
+    ]
 
 
 def _is_qwen3(body: Mapping[str, Any], merged: Mapping[str, Any]) -> bool:
