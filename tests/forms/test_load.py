@@ -510,3 +510,16 @@ def test_flags_of_the_speculators_form_that_releases_read_otherwise_are_refused(
     change_config(tmp_path, lambda values: values.pop(flag))
     with pytest.raises(ExportError, match=rf"{flag} is True in transformer_layer_config"):
         load_exported(tmp_path, target, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("qk_norm", "model_type"), [(False, "qwen3"), (True, "llama")], ids=["llama", "qwen3"]
+)
+def test_the_architecture_and_not_the_model_type_says_whether_heads_are_normed(
+    tmp_path, target, qk_norm, model_type
+):
+    """Servers choose the class by its name; configs copied from the target keep its model type."""
+    draft = draft_for(target, config_for(qk_norm=qk_norm))
+    write_draft(tmp_path, draft, "vllm", target, SERVING)
+    change_config(tmp_path, lambda values: values.update(model_type=model_type))
+    assert load_exported(tmp_path, target, torch.float32).config.qk_norm is qk_norm

@@ -212,7 +212,7 @@ def _draft_config(
         ),
         rope=read_rope(body)[0],
         hidden_act=body.get("hidden_act", _LLAMA_DEFAULTS["hidden_act"]),
-        qk_norm=_is_qwen3(body, merged),
+        qk_norm=_is_qwen3(body, merged, form),
         aux_norm=_aux_norm(merged),
         norm_output=bool(merged.get("norm_output")),
         norm_before_residual=bool(merged.get("norm_before_residual")),
@@ -256,10 +256,13 @@ def _flags_at_one_level(body: Mapping[str, Any], top: Mapping[str, Any]) -> list
     ]
 
 
-def _is_qwen3(body: Mapping[str, Any], merged: Mapping[str, Any]) -> bool:
-    return body.get("model_type") == "qwen3" or "Eagle3Qwen3ForCausalLM" in (
-        merged.get("architectures") or ()
-    )
+def _is_qwen3(body: Mapping[str, Any], merged: Mapping[str, Any], form: str | None) -> bool:
+    """Servers choose the class by its name; in the speculators form vLLM names it by model type."""
+    if form != SPECULATORS:
+        for name in merged.get("architectures") or ():
+            if "Qwen3" in name or "Llama" in name:
+                return "Qwen3" in name
+    return body.get("model_type") == "qwen3"
 
 
 def _has_fc_norm(merged: Mapping[str, Any]) -> bool:
