@@ -523,3 +523,19 @@ def test_the_architecture_and_not_the_model_type_says_whether_heads_are_normed(
     write_draft(tmp_path, draft, "vllm", target, SERVING)
     change_config(tmp_path, lambda values: values.update(model_type=model_type))
     assert load_exported(tmp_path, target, torch.float32).config.qk_norm is qk_norm
+
+
+def test_eagle_config_outside_the_layer_config_of_the_speculators_form_counts_for_nothing(
+    tmp_path, target
+):
+    """vLLM takes over the layer's config; it drops the weights of a norm that it does not see."""
+    draft = draft_for(target, config_for(aux_norm="joint"))
+    write_draft(tmp_path, draft, "speculators", target, SERVING)
+
+    def move(values):
+        values["norm_before_fc"] = values["transformer_layer_config"]["norm_before_fc"] = False
+        values["eagle_config"] = {"norm_before_fc": True}
+
+    change_config(tmp_path, move)
+    with pytest.raises(ExportError, match=r"unexpected \['input_norm.weight'\]"):
+        load_exported(tmp_path, target, torch.float32)

@@ -156,7 +156,10 @@ def read_config(values: Mapping[str, Any], form: str | None, target: Target) -> 
     body = values.get(LAYER_CONFIG) if form == SPECULATORS else values
     if not isinstance(body, Mapping):
         raise ExportError(f"config.json has no {LAYER_CONFIG}: it is not in the speculators form")
-    merged = {**body, **{key: value for key, value in values.items() if value is not None}}
+    # Of the speculators form vLLM sees the layer's config with some fields of the top level.
+    unseen = (NESTED,) if form == SPECULATORS else ()
+    said = {key: v for key, v in values.items() if v is not None and key not in unseen}
+    merged = {**body, **said}
     if missing := [name for name in _NEEDED if not body.get(name)]:
         raise ExportError(f"config.json has no {', '.join(missing)}")
     problems = _unlike_a_draft(body, merged, form)
