@@ -14,7 +14,7 @@ from paceline.units import duration_text, size_text
 
 _HEADLINE_LENGTH = 3
 _MODES = {
-    "chain": "server-free: the draft's chains against the target's recorded greedy answers",
+    "chain": "server-free: the draft's chains against the target's recorded answers",
     "decode": "real speculative decoding with transformers",
     "served": "served by vLLM",
 }
