@@ -82,6 +82,7 @@ class RunningServer:
     def _engine(self, at_a_time: int) -> OpenAIAnswers:
         return OpenAIAnswers(
             GenerateOptions(
+                engine="openai",
                 server=self._url,
                 api_key=self._options.api_key,
                 served_model=self._model,
