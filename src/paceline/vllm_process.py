@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.vllm_orphans import Driver, ending_with
+from paceline.vllm_orphans import EXTENSION, Driver, ending_with, this_process
 
 
 def require_vllm(who: str) -> None:
@@ -70,14 +70,16 @@ def interruptible() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def start(arguments: Mapping[str, Any], drivers: list[Driver]) -> tuple[Any, list[BaseProcess]]:
-    """vLLM's `LLM`, and the processes that it has started, which end with the drivers; raises what
-    vLLM raises."""
+def start(
+    arguments: Mapping[str, Any], driver: Driver | None = None
+) -> tuple[Any, list[BaseProcess]]:
+    """vLLM's `LLM`, and the processes that it has started, which end with this one and with
+    `driver`; raises what vLLM raises."""
     import vllm
 
-    others = children()
+    others, drivers = children(), [this_process(), *([driver] if driver else [])]
     with interruptible(), stdout_to_stderr(), ending_with(drivers):
-        llm = vllm.LLM(**arguments)
+        llm = vllm.LLM(**{"worker_extension_cls": EXTENSION, **arguments})
     return llm, sorted(children() - others, key=lambda process: process.pid)
 
 

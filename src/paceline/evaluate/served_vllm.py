@@ -9,7 +9,6 @@ from paceline.errors import EngineError, UsageError
 from paceline.evaluate.metrics import DraftCounters, of_samples
 from paceline.recipe import EvaluateOptions
 from paceline.target.spec import Target
-from paceline.vllm_orphans import EXTENSION, this_process
 from paceline.vllm_process import free_memory, set_environment, start
 
 _OURS = ("model", "dtype", "speculative_config", "disable_log_stats", "data_parallel_size")
@@ -77,10 +76,9 @@ class InProcess:
                 "model": str(draft),
                 "num_speculative_tokens": num_draft_tokens,
             }
-        arguments.setdefault("worker_extension_cls", EXTENSION)
         # vLLM's constructors raise whatever their parts raise.
         try:
-            self._llm, self._processes = start(arguments, [this_process()])
+            self._llm, self._processes = start(arguments)
         except Exception as error:
             raise EngineError(
                 f"vLLM {vllm.__version__} could not serve {arguments['model']}"

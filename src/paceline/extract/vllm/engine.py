@@ -22,7 +22,6 @@ from paceline.extract.vllm.capture import Capture, CaptureSetup, slot_count
 from paceline.extract.vllm.liveness import call_watched
 from paceline.extract.vllm.settings import VllmSettings, check_effective
 from paceline.extract.vllm.wire import Message
-from paceline.vllm_orphans import this_process
 from paceline.vllm_process import free_memory, set_environment, start
 
 logger = logging.getLogger(__name__)
@@ -48,10 +47,9 @@ class VllmEngine:
         self._number = 0
         self._compared = False
         self._requests: set[str] = set()
-        drivers = [this_process(), *([settings.driver] if settings.driver else [])]
         # vLLM's constructors raise whatever their parts raise.
         try:
-            self._llm, self._processes = start(settings.arguments, drivers)
+            self._llm, self._processes = start(settings.arguments, settings.driver)
         except Exception as error:
             raise EngineError(
                 f"vLLM {vllm.__version__} could not load {settings.arguments['model']}: {error}"

@@ -38,7 +38,7 @@ def open_engine(options: ExtractOptions, target: Target, dtype: str, scratch: Pa
         engine = VllmEngine(settings, target.num_layers, dtype)
         try:
             if engine.in_this_process and not options.waive_reference:
-                check_transformers(target)
+                _check_transformers(target)
         except BaseException:
             engine.close()
             raise
@@ -52,7 +52,7 @@ def open_engine(options: ExtractOptions, target: Target, dtype: str, scratch: Pa
     return ReplicaPool(options.workers, launch, settings, target.num_layers, dtype)
 
 
-def check_transformers(target: Target) -> None:
+def _check_transformers(target: Target) -> None:
     """transformers' own model of the target can still be built here, which the probe needs.
 
     vLLM runs some families through transformers' classes, and newer releases change those for good
