@@ -32,6 +32,13 @@ class _Verb(ModuleType):
         return run(build(model, values, where=where))
 
     @property
+    def __doc__(self) -> str:
+        """For `help`: the module's own words, then each option; made when somebody asks."""
+        options = "\n".join(_described(self.VERB[0]))
+        own = vars(self).get("__doc__") or ""
+        return f"{own}\n\nOptions, by name, with their defaults:\n\n{options}\n"
+
+    @property
     def __signature__(self) -> inspect.Signature:
         """For `inspect.signature`, and what shows it (`paceline.train?`): the options, by name."""
         model = self.VERB[0]
@@ -78,9 +85,4 @@ def _choices(kind: Any) -> list[str]:
 
 def make_callable(module_name: str) -> None:
     """Call at the end of a stage's module, after `VERB` is set."""
-    module = sys.modules[module_name]
-    module.__class__ = _Verb
-    options = "\n".join(_described(module.VERB[0]))
-    module.__doc__ = (
-        f"{module.__doc__ or ''}\n\nOptions, by name, with their defaults:\n\n{options}\n"
-    )
+    sys.modules[module_name].__class__ = _Verb
