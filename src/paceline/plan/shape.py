@@ -3,7 +3,6 @@
 Legend: D hidden width, V logit width, H / G query / key heads, K head width.
 """
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from paceline.draft.from_target import Config, dense_width, values_of
 from paceline.errors import TargetError
+from paceline.target.identity import read_json
 from paceline.target.spec import Target
 
 # Spellings of one thing by family.
@@ -102,7 +102,7 @@ def _text_config(target: Target) -> Config:
 
 
 def _config_json(target: Target) -> dict[str, Any]:
-    return json.loads((target.folder / "config.json").read_text())
+    return read_json(target.folder / "config.json")
 
 
 @dataclass(frozen=True)
